@@ -1,0 +1,136 @@
+"""Every error torch_delta raises on purpose.
+
+    TorchDeltaError                     what, where, expected, got, what to do
+    ├── StoreError                      a named object could not be read or written
+    │   ├── ObjectNotFound              the store answered: there is no such object
+    │   ├── ObjectExists                create-if-absent lost: the name is taken by other bytes
+    │   └── StoreUnavailable            no clear answer (network, disk full, permissions)
+    ├── FormatError                     stored bytes break a numbered rule of docs/format.md
+    │   └── UnsupportedFormat           valid, but from a version or feature this reader does not know
+    ├── ChainError                      the versions at hand do not lead to the wanted one
+    ├── BaseMismatch                    two sides do not start from the same weights
+    ├── DigestMismatch                  the result is not what the writer said it would be
+    ├── Fenced                          another writer owns the stream
+    ├── CaptureError                    this model or optimizer cannot be captured exactly
+    ├── PublishFailed                   a version was not committed; nothing is lost
+    ├── CheckpointBusy                  another process holds the local checkpoint
+    └── DeadlineExceeded                a wait ended; names its phase and peer
+
+`error.action` says what a caller can do: ``"retry"`` (the same call may succeed later), ``"resync"`` (start again from
+an anchor or a fresh copy of the base) or ``"stop"`` (a person must change something). Facts ride as attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+Action = Literal["retry", "resync", "stop"]
+
+
+class TorchDeltaError(Exception):
+    """Base of all errors of this package.
+
+    Args:
+        message: what happened, where, expected and got, and what to do about it.
+        **facts: the same as values (key, version, tensor, expected, got, ...); each becomes an attribute and is listed
+            in `facts`.
+    """
+
+    action: ClassVar[Action] = "stop"
+
+    def __init__(self, message: str, **facts: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.facts: Mapping[str, object] = facts
+        for name, value in facts.items():
+            setattr(self, name, value)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.message, dict(self.facts)))
+
+
+def _rebuild(cls: type[TorchDeltaError], message: str, facts: dict[str, object]) -> TorchDeltaError:
+    """Unpickling hook: errors cross process boundaries (multiprocessing, gather) with their facts."""
+    return cls(message, **facts)
+
+
+class StoreError(TorchDeltaError):
+    """An object could not be read or written. Facts: key, url, operation."""
+
+    action = "retry"
+
+
+class ObjectNotFound(StoreError):
+    """The store answered that the object does not exist (never raised for 'could not ask')."""
+
+
+class ObjectExists(StoreError):
+    """Create-if-absent found the name taken by other bytes."""
+
+    action = "stop"
+
+
+class StoreUnavailable(StoreError):
+    """The store gave no clear answer: unreachable, full, read-only, or it refused the credentials."""
+
+
+class FormatError(TorchDeltaError):
+    """Stored bytes break a rule of docs/format.md. Facts: rule, key."""
+
+    action = "resync"
+
+
+class UnsupportedFormat(FormatError):
+    """A newer format version or a feature this reader does not know; upgrade torch_delta."""
+
+    action = "stop"
+
+
+class ChainError(TorchDeltaError):
+    """No path of commits and anchors leads to the wanted version. Facts: local_version, target, missing."""
+
+    action = "resync"
+
+
+class BaseMismatch(TorchDeltaError):
+    """The weights at hand are not the ones the stream starts from. Facts: tensors."""
+
+
+class DigestMismatch(TorchDeltaError):
+    """A result differs from the digest its writer published. Facts: tensor, version, expected, got."""
+
+    action = "resync"
+
+
+class Fenced(TorchDeltaError):
+    """Another writer committed to this stream; this one must stop. Facts: version, owner."""
+
+
+class CaptureError(TorchDeltaError):
+    """The model, optimizer or layout cannot be captured exactly; refused when attaching. Facts: tensor."""
+
+
+class PublishFailed(TorchDeltaError):
+    """A version was not committed on any rank; the next version will contain its changes.
+
+    Attributes:
+        version: the version that failed.
+        failures: what went wrong, by rank; the same on all ranks.
+    """
+
+    action = "retry"
+    version: int
+    failures: Mapping[int, str]
+
+
+class CheckpointBusy(TorchDeltaError):
+    """Another process holds the local checkpoint. Facts: path, holder."""
+
+    action = "retry"
+
+
+class DeadlineExceeded(TorchDeltaError):
+    """A wait ended without its event. Facts: phase, peer, timeout_s."""
+
+    action = "retry"
