@@ -1,0 +1,22 @@
+"""A store in a directory of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from torch_delta.store import LocalStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def store(root) -> LocalStore:
+    return LocalStore(root)

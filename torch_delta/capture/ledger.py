@@ -1,0 +1,295 @@
+"""What was collected, what is still open, and what the digests were: the state machine behind every source.
+
+A collect takes one record per changed unit from its keeper and files them under a token, with the digests from before.
+`commit` drops the file; `rollback` gives the records back, newest token first, and restores the digests, so that the
+next collect covers them together with whatever happened since.
+
+The digest of every owned box as of the last collect is kept and moved along in O(changed). It is needed twice: a box
+re-sent without its old bits still has to state how its digest changes, and a publisher proves its base with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from torch_delta.capture import arrays
+from torch_delta.capture.source import Collected, OwnedBox, Region
+from torch_delta.codec.change import Change
+from torch_delta.codec.digest import digest_box, digest_delta
+from torch_delta.errors import CaptureError
+from torch_delta.format.digest import ZERO, Digest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from torch_delta.capture.history import Record
+    from torch_delta.capture.regions import Piece
+    from torch_delta.capture.source import Bits
+    from torch_delta.format.box import Box
+    from torch_delta.format.schema import Schema
+
+
+class Boxed(Protocol):
+    """What the ledger must know of a unit; see `Unit`."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        ...
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """Boxes of checkpoint tensors, in unit order."""
+        ...
+
+    @property
+    def starts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Unit position of each piece's first element, and the end."""
+        ...
+
+    def current(self) -> torch.Tensor:
+        """Serving bits now, in unit order; may alias the weights."""
+        ...
+
+
+class Keeper(Protocol):
+    """What the ledger must know of a unit's memory; see `history`."""
+
+    def take(self, *, is_lost: bool) -> Record | None:
+        """Changes since the last collect, which is now."""
+        ...
+
+    def give_back(self, record: Record) -> None:
+        """Undo the newest collect not yet undone."""
+        ...
+
+    def collected(self) -> torch.Tensor | None:
+        """Bits as of the last collect, in unit order; None if they are lost."""
+        ...
+
+
+@dataclass(slots=True)
+class _Token:
+    number: int
+    records: list[tuple[int, Record, dict[int, Digest]]] = field(default_factory=list)
+    """(unit, what was found, digests before by piece)."""
+    changes: list[Change] = field(default_factory=list)
+    num_resent: int = 0
+
+
+class Ledger:
+    """Collect, commit, roll back over some units. Threads: any; every method holds one lock.
+
+    Args:
+        schema: of the stream.
+        units: of this rank; `units[i]` is remembered by `keepers[i]`.
+        keepers: fresh, as of now.
+    """
+
+    def __init__(self, schema: Schema, units: Sequence[Boxed], keepers: Sequence[Keeper]) -> None:
+        self._schema = schema
+        self._units = tuple(units)
+        self._keepers = tuple(keepers)
+        self._open: deque[_Token] = deque()
+        self._next = 1
+        self.lock = threading.RLock()
+        self._digests = [self._full_digests(number) for number in range(len(self._units))]
+        placed = [
+            (piece.tensor, piece.box.offset, number, slot)
+            for number, unit in enumerate(self._units)
+            for slot, piece in enumerate(unit.pieces)
+        ]
+        self._order = [(number, slot) for _, _, number, slot in sorted(placed)]
+
+    @property
+    def owned(self) -> tuple[OwnedBox, ...]:
+        """All boxes, ascending by (tensor, offset)."""
+        pieces = (self._units[number].pieces[slot] for number, slot in self._order)
+        return tuple(OwnedBox(tensor=piece.tensor, box=piece.box) for piece in pieces)
+
+    def begin(self) -> None:
+        """Open the next token; `take` files under it until `finish` or `abandon`."""
+        self._open.append(_Token(self._next))
+        self._next += 1
+
+    def take(self, number: int, *, is_lost: bool = False) -> None:
+        """Collect one unit."""
+        token = self._open[-1]
+        record = self._keepers[number].take(is_lost=is_lost)
+        if record is None:
+            return
+        before: dict[int, Digest] = {}
+        token.records.append((number, record, before))
+        unit = self._units[number]
+        known = self._digests[number]
+        for slot, change in _changes(self._schema, unit, record, known):
+            before[slot] = known[slot]
+            assert change.increment is not None
+            known[slot] = known[slot] + change.increment
+            token.changes.append(change)
+        token.num_resent += len(before) if record.index is None else 0
+
+    def finish(self, **facts: Any) -> Collected:
+        """Close the change set of the newest token.
+
+        Args:
+            **facts: further fields of `Collected`.
+        """
+        token = self._open[-1]
+        changes, token.changes = token.changes, []
+        changes.sort(key=lambda change: (change.tensor, change.box.offset))
+        return Collected(
+            token=token.number,
+            changes=tuple(changes),
+            num_changed=sum(change.count for change in changes),
+            num_resent=token.num_resent,
+            **facts,
+        )
+
+    def abandon(self) -> None:
+        """The collect in progress failed: as if it had not begun."""
+        self._undo(self._open.pop())
+
+    def commit(self, number: int) -> None:
+        """Forget the oldest open token.
+
+        Raises:
+            CaptureError: it is not the oldest one open.
+        """
+        with self.lock:
+            if not self._open or self._open[0].number != number:
+                raise CaptureError(
+                    f"token {number} is not the oldest open one ({[token.number for token in self._open]}); versions "
+                    "commit in the order they were collected",
+                    token=number,
+                )
+            self._open.popleft()
+
+    def rollback(self, number: int) -> None:
+        """Undo a token and every later one.
+
+        Raises:
+            CaptureError: it is not open.
+        """
+        with self.lock:
+            if number not in {token.number for token in self._open}:
+                raise CaptureError(f"token {number} is not open; it was committed or rolled back", token=number)
+            while self._open and self._open[-1].number >= number:
+                self._undo(self._open.pop())
+
+    def regions(self) -> Iterator[Region]:
+        """Bits of every owned box as of the last collect, in `owned` order."""
+        current, bits = -1, np.empty(0, dtype=np.uint8)
+        for number, slot in self._order:
+            unit = self._units[number]
+            if number != current:
+                current, bits = number, self._host_bits(number)
+            piece = unit.pieces[slot]
+            part = bits[unit.starts[slot] : unit.starts[slot + 1]].reshape(piece.box.shape)
+            yield Region(tensor=piece.tensor, box=piece.box, bits=part)
+
+    def read(self, tensor: int, box: Box) -> Bits:
+        """Bits of a box inside one owned box, as of the last collect.
+
+        Raises:
+            CaptureError: no owned box contains it.
+        """
+        for number, slot in self._order:
+            unit = self._units[number]
+            piece = unit.pieces[slot]
+            if piece.tensor == tensor and _contains(piece.box, box):
+                bits = self._host_bits(number)[unit.starts[slot] : unit.starts[slot + 1]].reshape(piece.box.shape)
+                window = tuple(
+                    slice(at - start, at - start + size)
+                    for at, start, size in zip(box.offset, piece.box.offset, box.shape, strict=True)
+                )
+                return bits[window].copy()
+        name = self._schema.tensors[tensor].name
+        raise CaptureError(f"{name}: box {box} is not inside a box this rank owns", tensor=name)
+
+    def close(self) -> None:
+        """Free the memory of the units; open tokens are forgotten."""
+        with self.lock:
+            self._open.clear()
+            self._keepers = ()
+
+    def digests(self) -> dict[int, Digest]:
+        """By schema index, over this rank's boxes, as of the last collect."""
+        with self.lock:
+            totals: dict[int, Digest] = {}
+            for unit, known in zip(self._units, self._digests, strict=True):
+                for piece, digest in zip(unit.pieces, known, strict=True):
+                    totals[piece.tensor] = totals.get(piece.tensor, ZERO) + digest
+            return totals
+
+    def _undo(self, token: _Token) -> None:
+        for number, record, before in reversed(token.records):
+            self._keepers[number].give_back(record)
+            for slot, digest in before.items():
+                self._digests[number][slot] = digest
+
+    def _host_bits(self, number: int) -> Bits:
+        with self.lock:
+            bits = self._keepers[number].collected()
+            if bits is None:
+                name = self._units[number].name
+                raise CaptureError(
+                    f"{name}: its weights moved outside optimizer.step, so the last collected bits are gone; collect "
+                    "first",
+                    tensor=name,
+                )
+            return arrays.host(bits)
+
+    def _full_digests(self, number: int) -> list[Digest]:
+        unit, bits = self._units[number], self._host_bits(number)
+        return [
+            digest_box(bits[start:stop].reshape(piece.box.shape), piece.box, self._schema.tensors[piece.tensor].shape)
+            for piece, start, stop in zip(unit.pieces, unit.starts[:-1], unit.starts[1:], strict=True)
+        ]
+
+
+def _changes(schema: Schema, unit: Boxed, record: Record, known: Sequence[Digest]) -> Iterator[tuple[int, Change]]:
+    """One change per piece with changes: (slot, change with increment)."""
+    new = arrays.host(record.new)
+    if record.index is None or record.old is None:
+        for slot, piece in enumerate(unit.pieces):
+            bits = new[unit.starts[slot] : unit.starts[slot + 1]]
+            shape = schema.tensors[piece.tensor].shape
+            increment = digest_box(bits.reshape(piece.box.shape), piece.box, shape) - known[slot]
+            yield slot, Change.resend(piece.tensor, piece.box, bits, increment)
+        return
+    index, old = record.index.cpu().numpy(), arrays.host(record.old)
+    cuts = np.searchsorted(index, unit.starts)
+    whole: Bits | None = None
+    for slot in np.flatnonzero(np.diff(cuts)).tolist():
+        piece = unit.pieces[slot]
+        part = slice(cuts[slot], cuts[slot + 1])
+        count = int(cuts[slot + 1] - cuts[slot])
+        dense: Bits | None = None
+        if piece.numel > count >= piece.numel * new.itemsize / (4 + new.itemsize):  # as large as positions and values
+            whole = arrays.host(unit.current()) if whole is None else whole
+            dense = whole[unit.starts[slot] : unit.starts[slot + 1]].copy()
+        before, after = old[part], new[part]
+        change = Change(
+            tensor=piece.tensor,
+            box=piece.box,
+            index=(index[part] - unit.starts[slot]).astype(np.uint32 if piece.numel < 2**32 else np.int64),
+            old=before,
+            new=after,
+            dense=dense,
+        )
+        yield slot, change.with_increment(digest_delta(change.flat_index(schema), before, after))
+
+
+def _contains(outer: Box, inner: Box) -> bool:
+    return all(
+        start <= at and at + size <= start + length
+        for at, size, start, length in zip(inner.offset, inner.shape, outer.offset, outer.shape, strict=True)
+    )

@@ -1,0 +1,164 @@
+"""Changes of one sender to the frames and payloads of a part: per slice the smallest encoding, by measured size (F30).
+
+Encodings of fixed layout have exact sizes; `xor` is compressed first and judged by what it took. A slice that another
+encoding holds in fewer bytes leaves its frame, which is then packed again without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from torch_delta.codec.encodings import REGISTRY
+from torch_delta.format.frames import Frame, Slice
+from torch_delta.format.limits import MAX_FRAME_RAW_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch_delta.codec.change import Change
+    from torch_delta.codec.encodings.base import Encoding, Packed, Payload
+    from torch_delta.format.schema import Schema
+
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedPart:
+    """What `torch_delta.format.part.encode_part` lays out; frames and payloads belong together one to one.
+
+    Attributes:
+        frames: of the part.
+        payloads: bytes of each frame by payload tensor name; may be views of the changes' arrays.
+    """
+
+    frames: tuple[Frame, ...]
+    payloads: tuple[Payload, ...]
+
+
+class _Choice(NamedTuple):
+    """A change, and the smallest encoding of fixed layout that can carry it."""
+
+    change: Change
+    fixed: str | None
+    fixed_bytes: int
+
+
+def encode_changes(
+    schema: Schema,
+    changes: Iterable[Change],
+    *,
+    level: int = 1,
+    absolute_only: bool = False,
+    encodings: Sequence[str] = tuple(REGISTRY),
+) -> EncodedPart:
+    """Encode what one sender has to say about one version, or a part of it.
+
+    Thread-safe; the heavy loops release the GIL. Extra memory: a few windows of 8 MiB and the encoded bytes. Changes
+    that set nothing are left out.
+
+    Args:
+        schema: of the stream.
+        changes: in any order; the boxes of one tensor are disjoint.
+        level: of zstd, 1 to 19.
+        absolute_only: use no encoding that needs old bits to be decoded.
+        encodings: names the writer may pick from.
+
+    Raises:
+        ValueError: a change contradicts the schema or itself, or none of the allowed encodings can carry it (names the
+            tensor); an encoding is unknown.
+    """
+    allowed = [_known(name) for name in encodings]
+    fixed = [entry for entry in allowed if entry.is_absolute]
+    relative = [] if absolute_only else [entry for entry in allowed if not entry.is_absolute]
+    waiting = [_smallest_fixed(schema, change, fixed) for change in _prepared(schema, changes)]
+    frames: list[tuple[Frame, Payload]] = []
+    for entry in relative:
+        waiting = _encode_measured(schema, waiting, entry, level, frames)
+    for entry in fixed:
+        mine = [choice for choice in waiting if choice.fixed == entry.name]
+        for group in _groups(mine, lambda choice: choice.fixed_bytes):
+            carried = [choice.change for choice in group]
+            frames.append(_framed(entry, carried, entry.pack(schema, carried, level=level)))
+    if stuck := [choice.change for choice in waiting if choice.fixed is None]:
+        raise ValueError(
+            f"change of {schema.tensors[stuck[0].tensor].name}: none of {', '.join(encodings) or 'no encodings'} can "
+            f"carry it (old bits {'not known' if stuck[0].old is None else 'known'}, {absolute_only=})"
+        )
+    return EncodedPart(frames=tuple(frame for frame, _ in frames), payloads=tuple(payload for _, payload in frames))
+
+
+def _known(name: str) -> Encoding:
+    if name not in REGISTRY:
+        raise ValueError(f"unknown encoding {name!r}; known: {', '.join(REGISTRY)}")
+    return REGISTRY[name]
+
+
+def _prepared(schema: Schema, changes: Iterable[Change]) -> Iterator[Change]:
+    """Checked, in the order of frames, each with its increment."""
+    for change in sorted(changes, key=lambda change: (change.tensor, change.box.offset)):
+        change.check(schema)
+        if change.count:
+            yield change if change.increment is not None else change.with_increment(change.computed_increment(schema))
+
+
+def _smallest_fixed(schema: Schema, change: Change, fixed: Sequence[Encoding]) -> _Choice:
+    sizes = [(size, entry.name) for entry in fixed if (size := entry.fewest_bytes(schema, change)) is not None]
+    if not sizes:
+        return _Choice(change, None, 0)
+    size, name = min(sizes)
+    return _Choice(change, name, size)
+
+
+def _encode_measured(
+    schema: Schema, waiting: Sequence[_Choice], entry: Encoding, level: int, frames: list[tuple[Frame, Payload]]
+) -> list[_Choice]:
+    """Encode what a compressed encoding holds in the fewest bytes; return the choices it does not."""
+    mine: list[_Choice] = []
+    others: list[_Choice] = []
+    for choice in waiting:
+        fewest = entry.fewest_bytes(schema, choice.change)
+        promising = fewest is not None and (choice.fixed is None or fewest < choice.fixed_bytes)
+        (mine if promising else others).append(choice)
+    for group in _groups(mine, lambda choice: choice.change.box.numel * choice.change.new.itemsize):
+        packed = entry.pack(schema, [choice.change for choice in group], level=level)
+        wins = [
+            choice.fixed is None or size < choice.fixed_bytes
+            for choice, size in zip(group, packed.measured, strict=True)
+        ]
+        kept = [choice for choice, win in zip(group, wins, strict=True) if win]
+        others += [choice for choice, win in zip(group, wins, strict=True) if not win]
+        if 0 < len(kept) < len(group):
+            packed = entry.pack(schema, [choice.change for choice in kept], level=level)
+        # The frame itself costs something too, which no slice was charged for.
+        if all(choice.fixed is not None for choice in kept) and packed.stored_bytes >= sum(
+            choice.fixed_bytes for choice in kept
+        ):
+            others += kept
+        else:
+            frames.append(_framed(entry, [choice.change for choice in kept], packed))
+    return sorted(others, key=lambda choice: (choice.change.tensor, choice.change.box.offset))
+
+
+def _groups(items: Iterable[_Item], size_bytes: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+    """Consecutive items of at most `MAX_FRAME_RAW_BYTES` together, or one larger item alone."""
+    group: list[_Item] = []
+    filled = 0
+    for item in items:
+        size = size_bytes(item)
+        if group and filled + size > MAX_FRAME_RAW_BYTES:
+            yield group
+            group, filled = [], 0
+        group.append(item)
+        filled += size
+    if group:
+        yield group
+
+
+def _framed(entry: Encoding, changes: Sequence[Change], packed: Packed) -> tuple[Frame, Payload]:
+    slices = []
+    for change in changes:
+        assert change.increment is not None
+        slices.append(Slice(change.tensor, change.box, change.count, change.increment))
+    return Frame(entry.name, tuple(slices), packed.stored_bytes, packed.raw_bytes), packed.payload

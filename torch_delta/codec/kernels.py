@@ -1,0 +1,199 @@
+"""Compiled twins of the hot loops. numba is optional: without it the numpy code does everything, at reduced speed.
+
+Importing numba and compiling cost about a second per process, which a short run never earns back. So a kernel is
+compiled once its numpy twin has been given `WORTH_COMPILING` elements; both give the same bits, and tests prove it.
+All kernels release the GIL and take any alignment (weights lie where a file put them). Nothing is cached on disk:
+numba would write beside the sources.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_logger = logging.getLogger("torch_delta")
+_lock = threading.RLock()
+
+WORTH_COMPILING = 1 << 24
+"""Elements after which a kernel is compiled: some 30 ms of numpy work."""
+
+_U = np.uint64
+
+
+class Kernel:
+    """A function that is compiled once enough work has come by to repay it.
+
+    Thread-safe. The count may lose an update when threads race, which delays compiling by one call.
+    """
+
+    def __init__(self, build: Callable[[Any], Callable[..., Any]]) -> None:
+        self._build = build
+        self._function: Callable[..., Any] | None = None
+        self._seen = 0
+
+    def get(self, num_elements: int) -> Callable[..., Any] | None:
+        """The compiled function, or None if numpy should do these elements."""
+        if self._function is None:
+            self._seen += num_elements
+            if self._seen >= WORTH_COMPILING:
+                return self.compile()
+        return self._function
+
+    def compile(self) -> Callable[..., Any] | None:
+        """Compile now; None if numba is not installed."""
+        with _lock:
+            if self._function is None:
+                numba = _numba()
+                self._function = None if numba is None else self._build(numba)
+            return self._function
+
+
+@cache
+def _numba() -> Any:
+    """The numba module or None; decided, and logged, once per process."""
+    try:
+        import numba
+    except ImportError as error:
+        # ImportError is also what numba raises for a numpy it does not support.
+        _logger.info("codec: numpy only (%s); `pip install torch-delta[fast]` compiles the hot loops", error)
+        return None
+    _logger.info("codec: hot loops compiled by numba %s", numba.__version__)
+    return numba
+
+
+def _view(numba: Any, dtype: str) -> Any:
+    """Type of a 1-D contiguous array that is only read, at any alignment."""
+    return numba.types.Array(getattr(numba.types, dtype), 1, "C", readonly=True, aligned=False)
+
+
+def _splitmix64(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  compiled by numba, typed by its signature
+    x += _U(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> _U(30))) * _U(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> _U(27))) * _U(0x94D049BB133111EB)
+    return x ^ (x >> _U(31))
+
+
+def _digest_rows(dtype: str) -> Callable[[Any], Callable[..., Any]]:
+    def build(numba: Any) -> Callable[..., Any]:
+        splitmix64 = numba.njit(_splitmix64)
+
+        def digest_rows(words, num_rows, row_length, start, stride, keys0, keys1):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0917
+            lane0 = lane1 = _U(0)
+            for row in range(num_rows):
+                at = row * row_length
+                end = at + row_length
+                index = start + row * stride
+                while at < end:
+                    column = index & 1023
+                    size = min(1024 - column, end - at)
+                    # Views, so that the inner loop has no index that could be negative and is vectorised.
+                    part = words[at : at + size]
+                    part0 = keys0[column : column + size]
+                    part1 = keys1[column : column + size]
+                    sum0 = sum1 = _U(0)
+                    for i in range(size):
+                        word = _U(part[i])
+                        sum0 += word * part0[i]
+                        sum1 += word * part1[i]
+                    block = _U(index >> 10)
+                    lane0 += sum0 * (splitmix64(_U(2 << 48) + block) | _U(1))
+                    lane1 += sum1 * (splitmix64(_U(3 << 48) + block) | _U(1))
+                    at += size
+                    index += size
+            return lane0, lane1
+
+        types, keys = numba.types, _view(numba, "uint64")
+        counts = [types.int64] * 4
+        signature = types.UniTuple(types.uint64, 2)(_view(numba, dtype), *counts, keys, keys)
+        compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(digest_rows)
+        return compiled
+
+    return build
+
+
+def _digest_delta(numba: Any) -> Callable[..., Any]:
+    splitmix64 = numba.njit(_splitmix64)
+
+    def digest_delta(index, delta, keys0, keys1):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        lane0 = lane1 = _U(0)
+        last = np.int64(-1)
+        block0 = block1 = _U(0)
+        for i in range(index.size):
+            at = index[i]
+            block = at >> 10
+            if block != last:  # indices ascend as a rule: many share a block
+                last = block
+                block0 = splitmix64(_U(2 << 48) + _U(block)) | _U(1)
+                block1 = splitmix64(_U(3 << 48) + _U(block)) | _U(1)
+            column = at & 1023
+            lane0 += keys0[column] * block0 * delta[i]
+            lane1 += keys1[column] * block1 * delta[i]
+        return lane0, lane1
+
+    types, keys = numba.types, _view(numba, "uint64")
+    signature = types.UniTuple(types.uint64, 2)(_view(numba, "int64"), keys, keys, keys)
+    compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(digest_delta)
+    return compiled
+
+
+def _changed(numba: Any) -> Callable[..., Any]:
+    def changed(old, new, per_word, num_bits, hit, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0917
+        # Both loops store always and advance only on a difference: no branch that 1% of the words would mispredict.
+        num_hit = np.int64(0)
+        for i in range(old.size):
+            hit[num_hit] = i
+            num_hit += np.int64(old[i] != new[i])
+        num_out = np.int64(0)
+        mask = (_U(1) << _U(num_bits)) - _U(1) if num_bits < 64 else ~_U(0)
+        for i in range(num_hit):
+            at = np.int64(hit[i])
+            word = old[at] ^ new[at]
+            for element in range(per_word):
+                out[num_out] = at * per_word + element
+                num_out += np.int64(((word >> _U(element * num_bits)) & mask) != _U(0))
+        return num_out
+
+    types, words = numba.types, _view(numba, "uint64")
+    scratch = types.Array(types.int32, 1, "C")
+    signature = types.int64(words, words, types.int64, types.int64, scratch, scratch)
+    compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(changed)
+    return compiled
+
+
+def _changed_bf16(numba: Any) -> Callable[..., Any]:
+    def changed_bf16(master, old, nan_bits, out, values):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        num_out = np.int64(0)
+        for i in range(master.size):
+            bits = np.uint32(master[i])
+            even = np.uint32((bits >> np.uint32(16)) & np.uint32(1))
+            rounded = np.uint32(bits + np.uint32(0x7FFF) + even) >> np.uint32(16)
+            if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
+                rounded = np.uint32(nan_bits)
+            out[num_out] = i
+            values[num_out] = np.uint16(rounded)
+            num_out += np.int64(np.uint16(rounded) != old[i])
+        return num_out
+
+    types = numba.types
+    arrays = (_view(numba, "uint32"), _view(numba, "uint16"))
+    scratch = (types.Array(types.int32, 1, "C"), types.Array(types.uint16, 1, "C"))
+    signature = types.int64(*arrays, types.int64, *scratch)
+    compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(changed_bf16)
+    return compiled
+
+
+DIGEST_ROWS = {width: Kernel(_digest_rows(f"uint{8 * width}")) for width in (1, 2, 4)}
+"""By bytes per word: (words, num_rows, row_length, start, stride, keys0, keys1) -> (D_0, D_1)."""
+DIGEST_DELTA = Kernel(_digest_delta)
+"""(word index int64, delta uint64, keys0, keys1) -> (D_0, D_1)."""
+CHANGED = Kernel(_changed)
+"""(old uint64, new uint64, elements per word, bits per element, int32 [words], int32 [elements]) -> count."""
+CHANGED_BF16 = Kernel(_changed_bf16)
+"""(fp32 bits uint32, bf16 bits uint16, NaN bits, int32 [n], uint16 [n]) -> count."""

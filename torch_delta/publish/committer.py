@@ -1,0 +1,268 @@
+"""The coordinator: turns the receipts of all ranks into one commit, or into one error on all of them.
+
+Runs on rank 0 in a thread of its own, one version after the other. The commit object's conditional create is the only
+line that makes a version visible. What a reader sees if this process dies: before it, nothing (parts that no commit
+names are swept later); at it or after it, the whole version, because every part was readable before.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch_delta import crashpoints
+from torch_delta.errors import DeadlineExceeded, Fenced, PublishFailed, StoreError, TorchDeltaError
+from torch_delta.format.commit import Commit
+from torch_delta.format.digest import state_sha256
+from torch_delta.format.keys import new_nonce
+from torch_delta.publish.coverage import Ownership
+from torch_delta.publish.keyvalue import await_value, delete_blob, put_blob
+from torch_delta.publish.pipeline import receipt_key
+from torch_delta.publish.progress import outcome_key
+from torch_delta.publish.records import Aborted, Committed, Receipt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch_delta.config import PublishConfig
+    from torch_delta.format.digest import Digest
+    from torch_delta.publish.coordination import Team
+    from torch_delta.publish.coverage import TensorBox
+    from torch_delta.publish.progress import Lineage, Order, StepClock
+
+_logger = logging.getLogger("torch_delta")
+_LONGEST_DELAY_S = 10.0
+_STOP_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Draft:
+    commit: Commit
+    digests: list[Digest]
+    receipts_s: float
+    started: float = field(default_factory=time.perf_counter)
+
+
+class Committer:
+    """Collects receipts, checks them, commits, tells all ranks.
+
+    Args:
+        team: rank 0's view of the ranks.
+        lineage: where the stream stands when attaching.
+        ownership: who owns what, proved.
+        clock: the training thread's, for naming the step at which an abort is raised.
+        config: deadlines.
+    """
+
+    def __init__(
+        self, team: Team, lineage: Lineage, ownership: Ownership, clock: StepClock, config: PublishConfig
+    ) -> None:
+        self.lineage = lineage
+        self._team = team
+        self._ownership = ownership
+        self._clock = clock
+        self._config = config
+        self._epoch = 0
+        self._num_outcomes = 0
+        self._num_deleted = 0
+        self._pending: _Draft | None = None
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="torch_delta-commit", daemon=True)
+        self._thread.start()
+
+    def submit(self, order: Order) -> None:
+        """Queue a version; called by rank 0's training thread."""
+        self._orders.put(order)
+
+    def stop(self, *, wait: bool) -> None:
+        """End the thread after the queued orders, or as soon as it can if not `wait`."""
+        if not wait:
+            self._stopping.set()
+        self._orders.put(None)
+        self._thread.join(None if wait else _STOP_S)
+
+    def _run(self) -> None:
+        while (order := self._orders.get()) is not None and not self._stopping.is_set():
+            if order.epoch != self._epoch:
+                continue  # collected before this publisher heard of an abort
+            try:
+                try:
+                    self._complete(order)
+                except TorchDeltaError as error:
+                    self._abort(order, error)
+                except Exception as error:
+                    _logger.exception("the coordinator could not complete version %d", order.version)
+                    self._abort(order, TorchDeltaError(f"{type(error).__name__}: {error}"))
+            except DeadlineExceeded:
+                # The key-value store is gone, and with it the way to tell anybody; all ranks meet the same.
+                _logger.exception("the coordinator could not announce the outcome of version %d", order.version)
+
+    def _complete(self, order: Order) -> None:
+        if self._pending is not None:
+            # Settled first, with the very bytes that may already be there: nothing is numbered on a guess.
+            self._commit(self._pending)
+        if order.is_flush:
+            return
+        started = time.perf_counter()
+        receipts = self._receipts(order)
+        draft = self._draft(order, receipts, started)
+        crashpoints.reach("publish.receipts_heard")
+        self._pending = draft
+        self._commit(draft)
+
+    def _receipts(self, order: Order) -> dict[int, Receipt]:
+        deadline = time.monotonic() + self._config.receipt_timeout_s
+        receipts: dict[int, Receipt] = {}
+        failures: dict[int, str] = {}
+        for rank in range(self._team.world_size):
+            key = receipt_key(order.epoch, order.version, rank)
+            try:
+                data = await_value(
+                    self._team.kv,
+                    key,
+                    timeout_s=max(deadline - time.monotonic(), 0.0),
+                    phase=f"receipt for version {order.version}",
+                    peer=f"rank {rank}",
+                    is_stopped=self._stopping.is_set,
+                )
+            except DeadlineExceeded:
+                failures[rank] = (
+                    f"no receipt for version {order.version} within {self._config.receipt_timeout_s:g} s: the rank "
+                    "died, did not publish this version, or is still encoding and uploading"
+                )
+                continue
+            delete_blob(self._team.kv, key, len(data))
+            receipt = Receipt.from_bytes(data)
+            if receipt.error is not None:
+                failures[rank] = f"{type(receipt.error).__name__}: {receipt.error.message}"
+            receipts[rank] = receipt
+        if failures:
+            raise _failed(order.version, failures)
+        heard_by_all = min(receipt.num_heard for receipt in receipts.values())
+        for number in range(self._num_deleted, heard_by_all):
+            self._team.kv.delete(outcome_key(number))
+        self._num_deleted = max(self._num_deleted, heard_by_all)
+        return receipts
+
+    def _draft(self, order: Order, receipts: dict[int, Receipt], started: float) -> _Draft:
+        self._learn_ownership(order, receipts)
+        lineage = self.lineage
+        failures: dict[int, str] = {}
+        increments: dict[int, Digest] = {}
+        for rank, receipt in receipts.items():
+            objection = self._ownership.objection(rank, ((s.tensor, s.box) for s in receipt.slices))
+            if objection is not None:
+                failures[rank] = objection
+            for record in receipt.slices:
+                known = increments.get(record.tensor)
+                increments[record.tensor] = record.increment if known is None else known + record.increment
+        if failures:
+            raise _failed(order.version, failures)
+        digests = [
+            digest + increments[tensor] if tensor in increments else digest
+            for tensor, digest in zip(lineage.schema.data_indices, lineage.digests, strict=True)
+        ]
+        parts = tuple(sorted((part for r in receipts.values() for part in r.parts), key=lambda part: part.key))
+        commit = Commit(
+            stream_id=lineage.stream_id,
+            version=order.version,
+            parent_sha256=lineage.parent_sha256,
+            schema_id=lineage.schema.id,
+            parts=parts,
+            state_sha256=state_sha256(digests),
+            num_changed=sum(part.num_changed for part in parts),
+            # Two writers that publish the same changes, or none, must not take each other's commit for their own.
+            info={"writer": "torch_delta", "nonce": new_nonce()},
+        )
+        return _Draft(commit=commit, digests=digests, receipts_s=time.perf_counter() - started)
+
+    def _learn_ownership(self, order: Order, receipts: dict[int, Receipt]) -> None:
+        """A capture whose parameters were replaced before its first step owns other boxes than it said."""
+        if all(receipt.owned is None for receipt in receipts.values()):
+            return
+        changed: dict[int, tuple[TensorBox, ...]] = dict(self._ownership.by_rank)
+        changed.update({rank: r.owned for rank, r in receipts.items() if r.owned is not None})
+        try:
+            self._ownership = Ownership(self.lineage.schema, changed, constant=self._ownership.constant)
+        except TorchDeltaError as error:
+            raise _failed(order.version, {0: error.message}) from error
+
+    def _commit(self, draft: _Draft) -> None:
+        """Create the commit object; repeats the same bytes while the store does not say how it ended."""
+        lineage = self.lineage
+        version = draft.commit.version
+        deadline = time.monotonic() + self._config.commit_timeout_s
+        for delay_s in _delays(self._config.retry_delay_s):
+            try:
+                sha256 = lineage.stream.write_commit(draft.commit)
+                break
+            except Fenced:
+                raise
+            except StoreError as error:
+                if time.monotonic() + delay_s > deadline or self._stopping.is_set():
+                    raise _failed(
+                        version,
+                        {
+                            0: f"whether the commit was written is not known, the store does not answer: "
+                            f"{error.message}. The commit is kept and settled first at the next publish or at close"
+                        },
+                    ) from error
+                _logger.warning("commit of version %d: no clear answer, trying again: %s", version, error)
+            self._stopping.wait(delay_s)
+        self._pending = None
+        lineage.version = version
+        lineage.parent_sha256 = sha256
+        lineage.digests = draft.digests
+        committed = Committed(
+            version=version,
+            num_changed=draft.commit.num_changed,
+            stored_bytes=sum(part.stored_bytes for part in draft.commit.parts),
+            num_parts=len(draft.commit.parts),
+            receipts_s=draft.receipts_s,
+            commit_s=time.perf_counter() - draft.started,
+        )
+        try:
+            lineage.stream.write_head(version, sha256)
+        except StoreError as error:
+            _logger.warning("the head hint of version %d was not written, readers probe for it: %s", version, error)
+        crashpoints.reach("publish.committed")
+        self._tell(committed.to_bytes())
+
+    def _abort(self, order: Order, error: TorchDeltaError) -> None:
+        if not isinstance(error, PublishFailed | Fenced):
+            error = _failed(order.version, {0: f"{type(error).__name__}: {error.message}"})
+        next_version = self.lineage.version + 1 + (self._pending is not None)
+        self._epoch += 1
+        with self._clock.lock:
+            if self._clock.is_stepped:
+                # See StepClock; one rank alone has nobody to wait for.
+                at_step = self._clock.count + (2 if self._team.world_size > 1 else 1)
+            else:
+                # Without steps, publish number n waits for the outcome of number n - max_in_flight on every rank.
+                at_step = order.step + self._config.max_in_flight
+            self._tell(Aborted(error=error, at_step=at_step, next_version=next_version).to_bytes())
+
+    def _tell(self, outcome: bytes) -> None:
+        put_blob(self._team.kv, outcome_key(self._num_outcomes), outcome)
+        self._num_outcomes += 1
+
+
+def _failed(version: int, failures: Mapping[int, str]) -> PublishFailed:
+    told = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+    return PublishFailed(
+        f"version {version} was not committed: {told}. Nothing is lost: the next version covers the same changes",
+        version=version,
+        failures=dict(sorted(failures.items())),
+    )
+
+
+def _delays(first_s: float) -> Iterator[float]:
+    delay_s = max(first_s, 0.01)
+    while True:
+        yield delay_s
+        delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
