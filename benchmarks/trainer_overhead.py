@@ -121,6 +121,14 @@ class Trainer:
         self.optimizer.step()
         return time.perf_counter() - start
 
+    def make_state(self) -> None:
+        """Let Adam make its state without moving a weight, so that the model still is its base."""
+        self.backward()
+        (group,) = self.optimizer.param_groups
+        rate, group["lr"] = group["lr"], 0.0
+        self.optimizer.step()
+        group["lr"] = rate
+
     def drain(self) -> None:
         """Wait until every version of the steps so far is committed."""
         if self.publisher is not None:
@@ -195,8 +203,7 @@ def probe_memory(variant: str, dtype: str, arguments: argparse.Namespace) -> dic
         (work / "full").mkdir()
         size = SMALL if arguments.small else Size()
         trainer = Trainer(variant, DTYPES[dtype], size, work / "full", fused=not arguments.foreach)
-        trainer.backward()
-        trainer.step()
+        trainer.make_state()
         before = _resident_bytes()
         trainer.attach()
         for _ in range(2):

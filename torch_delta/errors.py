@@ -58,7 +58,7 @@ def _rebuild(cls: type[TorchDeltaError], message: str, facts: dict[str, object])
 class StoreError(TorchDeltaError):
     """An object could not be read or written. Facts: key, url, operation."""
 
-    action = "retry"
+    action: ClassVar[Action] = "retry"
 
 
 class ObjectNotFound(StoreError):
@@ -68,7 +68,7 @@ class ObjectNotFound(StoreError):
 class ObjectExists(StoreError):
     """Create-if-absent found the name taken by other bytes."""
 
-    action = "stop"
+    action: ClassVar[Action] = "stop"
 
 
 class StoreUnavailable(StoreError):
@@ -78,19 +78,19 @@ class StoreUnavailable(StoreError):
 class FormatError(TorchDeltaError):
     """Stored bytes break a rule of docs/format.md. Facts: rule, key."""
 
-    action = "resync"
+    action: ClassVar[Action] = "resync"
 
 
 class UnsupportedFormat(FormatError):
     """A newer format version or a feature this reader does not know; upgrade torch_delta."""
 
-    action = "stop"
+    action: ClassVar[Action] = "stop"
 
 
 class ChainError(TorchDeltaError):
     """No path of commits and anchors leads to the wanted version. Facts: local_version, target, missing."""
 
-    action = "resync"
+    action: ClassVar[Action] = "resync"
 
 
 class BaseMismatch(TorchDeltaError):
@@ -100,7 +100,7 @@ class BaseMismatch(TorchDeltaError):
 class DigestMismatch(TorchDeltaError):
     """A result differs from the digest its writer published. Facts: tensor, version, expected, got."""
 
-    action = "resync"
+    action: ClassVar[Action] = "resync"
 
 
 class Fenced(TorchDeltaError):
@@ -119,7 +119,7 @@ class PublishFailed(TorchDeltaError):
         failures: what went wrong, by rank; the same on all ranks.
     """
 
-    action = "retry"
+    action: ClassVar[Action] = "retry"
     version: int
     failures: Mapping[int, str]
 
@@ -127,10 +127,10 @@ class PublishFailed(TorchDeltaError):
 class CheckpointBusy(TorchDeltaError):
     """Another process holds the local checkpoint. Facts: path, holder."""
 
-    action = "retry"
+    action: ClassVar[Action] = "retry"
 
 
 class DeadlineExceeded(TorchDeltaError):
     """A wait ended without its event. Facts: phase, peer, timeout_s."""
 
-    action = "retry"
+    action: ClassVar[Action] = "retry"

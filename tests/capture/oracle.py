@@ -44,11 +44,14 @@ def bits(tensor):
     return flat.view(UNSIGNED[tensor.element_size()]).reshape(tuple(tensor.shape)).copy()
 
 
+def window_of(box):
+    return tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))
+
+
 def flatten(change, shape):
     """A change as (flat indices in the full tensor, old or None, new), without the product's own index arithmetic."""
     grid = np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
-    window = tuple(slice(at, at + size) for at, size in zip(change.box.offset, change.box.shape, strict=True))
-    flat = grid[window].reshape(-1)
+    flat = grid[window_of(change.box)].reshape(-1)
     if change.index is None:
         return flat, None, change.new
     return flat[change.index.astype(np.int64)], change.old, change.new
@@ -73,10 +76,9 @@ def mismatches(schema, everyones_changes, before, after):
             except ValueError as error:
                 complaints.append(str(error))
             spec = schema.tensors[change.tensor]
-            if change.dense is not None:
-                window = tuple(slice(at, at + size) for at, size in zip(change.box.offset, change.box.shape, strict=True))
-                if not np.array_equal(change.dense, after[spec.name][window].reshape(-1)):
-                    complaints.append(f"{spec.name}: dense bits are not the bits")
+            truth = after[spec.name][window_of(change.box)].reshape(-1)
+            if change.dense is not None and not np.array_equal(change.dense, truth):
+                complaints.append(f"{spec.name}: dense bits are not the bits")
             found.setdefault(spec.name, []).append(flatten(change, spec.shape))
     for spec in schema.tensors:
         if spec.alias_of is not None:
@@ -108,6 +110,5 @@ def owned_counts(schema, everyones_owned):
     counts = {spec.name: np.zeros(spec.shape, np.int64) for spec in schema.tensors if spec.alias_of is None}
     for owned in everyones_owned:
         for item in owned:
-            window = tuple(slice(a, a + n) for a, n in zip(item.box.offset, item.box.shape, strict=True))
-            counts[schema.tensors[item.tensor].name][window] += 1
+            counts[schema.tensors[item.tensor].name][window_of(item.box)] += 1
     return counts

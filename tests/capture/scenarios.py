@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.capture import oracle
@@ -186,7 +187,7 @@ def _walk(can_walk, owners):
     torch.manual_seed(0)
     tensors = {f"t{number}": torch.randn(6, 5) for number in range(9)}
     schema = Schema(tuple(TensorSpec(name, "BF16", (6, 5)) for name in sorted(tensors)))
-    source = TensorSource((lambda: tensors.items()) if can_walk() else None, schema)
+    source = TensorSource(tensors.items if can_walk() else None, schema)
     complaints = []
     everyones = oracle.gather(source.owned)
     counts = oracle.owned_counts(schema, everyones)
@@ -251,7 +252,50 @@ def _with_accelerate(*, prepare_first):
     return complaints
 
 
+def _unsharded():
+    """Between forward and backward the parameters are not the optimizer's; after `reshard` they are again."""
+    torch.manual_seed(0)
+    model = Tiny()
+    fully_shard(model, reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(tokens(0))
+    complaints = []
+    try:
+        Capture(optimizer, model)
+        complaints.append("not refused")
+    except CaptureError as error:
+        complaints += [] if "unsharded" in str(error) else [f"wrong message: {error}"]
+    model.reshard()
+    Capture(optimizer, model).close()
+    return complaints
+
+
+def _partial():
+    """Partial sums are not elements."""
+    mesh = init_device_mesh("cpu", (4,))
+    model = torch.nn.Linear(4, 4, bias=False)
+    model.weight = torch.nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
+    return _expect(r"weight: placement .* cannot be published", model)
+
+
+def _stages():
+    """Pipeline-like: each rank holds tensors no other rank has; names and owners come from all of them."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    model = torch.nn.ModuleDict({"shared": torch.nn.Linear(2, 2), f"stage{rank}": torch.nn.Linear(3, 2 + rank)})
+    capture = Capture(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    names = [spec.name for spec in capture.schema.tensors]
+    expected = sorted(f"{m}.{p}" for m in ["shared", *(f"stage{r}" for r in range(4))] for p in ["bias", "weight"])
+    counts = oracle.owned_counts(capture.schema, oracle.gather(capture.owned))
+    capture.close()
+    bad = [f"{n}: not owned exactly once" for n, c in counts.items() if not (c == 1).all()]
+    return bad + ([] if names == expected else [f"names: {names}"])
+
+
 SPECIAL = {
+    "unsharded": _unsharded,
+    "partial": _partial,
+    "stages": _stages,
     "balance": _balance,
     "copies_differ": _copies_differ,
     "one_rank_refuses": _one_rank_refuses,

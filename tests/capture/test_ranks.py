@@ -30,6 +30,7 @@ FOUR_RANKS = [
     "ddp-mixtral-fp32-persistent",
 ]
 OTHER = ["balance", "copies_differ", "one_rank_refuses", "rank_zero_walks", "all_walk", "accelerate", "late_prepare"]
+OTHER += ["unsharded", "partial", "stages"]
 
 
 @pytest.fixture(scope="module")

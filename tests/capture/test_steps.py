@@ -276,7 +276,7 @@ def test_logging_gradient_hooks_are_fine():
 
 
 def test_things_without_step_hooks_are_refused():
-    with pytest.raises(CaptureError, match="not a torch.optim.Optimizer"):
+    with pytest.raises(CaptureError, match=r"not a torch\.optim\.Optimizer"):
         Capture(object(), nn.Linear(2, 2))
 
 

@@ -69,9 +69,7 @@ class ArraySource:
         self._before[self._token] = self._seen
         self._seen = self._copy()
         self.calls.append(("collect", self._token))
-        return Collected(
-            token=self._token, changes=tuple(changes), num_changed=sum(change.count for change in changes)
-        )
+        return Collected(token=self._token, changes=tuple(changes), num_changed=sum(change.count for change in changes))
 
     def commit(self, token):
         assert token == min(self._before), "tokens commit oldest first"
@@ -171,7 +169,11 @@ def write_checkpoint(path, state, *, config=None, files=1):
         header, at, body = {}, 0, b""
         for name in group:
             data = state[name].tobytes()
-            header[name] = {"dtype": SPECS[name][0], "shape": list(state[name].shape), "data_offsets": [at, at + len(data)]}
+            header[name] = {
+                "dtype": SPECS[name][0],
+                "shape": list(state[name].shape),
+                "data_offsets": [at, at + len(data)],
+            }
             at += len(data)
             body += data
         text = json.dumps(header).encode()

@@ -7,8 +7,18 @@ import json
 import pytest
 
 from tests.publish import reader
-from tests.publish.sources import SCHEMA, SPECS, ArraySource, SteppedSource, edit, edited, initial, rows, same
-from tests.publish.sources import write_checkpoint
+from tests.publish.sources import (
+    SCHEMA,
+    SPECS,
+    ArraySource,
+    SteppedSource,
+    edit,
+    edited,
+    initial,
+    rows,
+    same,
+    write_checkpoint,
+)
 from tests.publish.support import config, open_rank, run_threads
 from torch_delta.errors import DigestMismatch, StoreUnavailable
 from torch_delta.publish import attach_source
@@ -114,7 +124,9 @@ def test_anchors_by_policy(tmp_path):
 def test_shards_that_are_not_the_version_make_no_anchor(tmp_path):
     # F13: content is verified, not completion
     source = ArraySource()
-    with attach_source(source, tmp_path, base=write_checkpoint(tmp_path / "b", initial()), config=config()) as publisher:
+    with attach_source(
+        source, tmp_path, base=write_checkpoint(tmp_path / "b", initial()), config=config()
+    ) as publisher:
         source._seen["a.weight"][0, 0] ^= 1
         with pytest.raises(DigestMismatch, match=r"1 tensors differ \(a\.weight\)"):
             publisher.anchor()
@@ -124,9 +136,7 @@ def test_shards_that_are_not_the_version_make_no_anchor(tmp_path):
 @pytest.mark.parametrize("pattern", ["*/stage-*", "*/model.safetensors", "*.json"])
 def test_a_rank_that_fails_fails_the_anchor_on_all_and_leaves_none(tmp_path, pattern):
     def rank_main(rank, team):
-        store = FaultyStore(
-            LocalStore(tmp_path), [Fault("put_new", f"anchors/{pattern}", nth=1, effect=fail_before())]
-        )
+        store = FaultyStore(LocalStore(tmp_path), [Fault("put_new", f"anchors/{pattern}", nth=1, effect=fail_before())])
         source = ArraySource(owned=rows(rank, 2))
         base = open_base(tmp_path / "base")
         with open_rank(rank, team, tmp_path, source=source, store=store, base=base) as publisher:

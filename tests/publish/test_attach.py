@@ -83,7 +83,10 @@ def test_a_tensor_only_in_the_base_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"quantization_config": {"quant_method": "fp8"}}, {"text_config": {"quantization_config": {"quant_method": "gptq"}}}],
+    [
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"text_config": {"quantization_config": {"quant_method": "gptq"}}},
+    ],
 )
 def test_quantised_bases_are_refused(tmp_path, settings):
     base = write_checkpoint(tmp_path / "base", initial(), config=settings)
@@ -124,8 +127,10 @@ def test_a_hub_id_is_found_in_the_cache_when_offline(tmp_path, monkeypatch):
         (lambda path: (path / "model.safetensors").write_bytes(b"\xff" * 20), FormatError, "damaged safetensors file"),
         (lambda path: (path / "config.json").write_text("{"), FormatError, "not JSON"),
         (
-            lambda path: (path / "model.safetensors").rename(path / "x.bin")
-            and (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}'),
+            lambda path: (
+                (path / "model.safetensors").rename(path / "x.bin")
+                and (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+            ),
             FormatError,
             "names 'gone.safetensors', which is not in the folder",
         ),

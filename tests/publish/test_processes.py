@@ -62,9 +62,7 @@ def test_a_rank_killed_between_its_part_and_the_commit(tmp_path):
 @pytest.mark.parametrize(("point", "visible"), [("publish.receipts_heard", 1), ("stream.commit_written", 2)])
 def test_the_coordinator_killed_before_and_after_its_commit(tmp_path, point, visible):
     # rule W2: a version is visible if and only if its commit was created, whoever dies
-    results, codes = processes.launch(
-        processes.publish_and_kill, 2, root=str(tmp_path), point=point, nth=2, victim=0
-    )
+    results, codes = processes.launch(processes.publish_and_kill, 2, root=str(tmp_path), point=point, nth=2, victim=0)
     assert codes == [-signal.SIGKILL, 0]
     raised = results[1]["raised"]
     assert (raised["class"], raised["peer"]) == ("DeadlineExceeded", "rank 0 (coordinator)")

@@ -7,14 +7,15 @@ import threading
 import pytest
 
 from tests.publish import reader
-from tests.publish.sources import ArraySource, SteppedSource, edit, edited, initial, rows, same
+from tests.publish.sources import ArraySource, SteppedSource, edit, edited, flip, initial, rows, same
 from tests.publish.support import open_rank, run_threads
 from torch_delta.capture.source import OwnedBox
-from torch_delta.errors import CaptureError, Fenced, PublishFailed
+from torch_delta.errors import CaptureError, Fenced, PublishFailed, StoreUnavailable
 from torch_delta.format.box import Box
+from torch_delta.publish.coordination import Team
 from torch_delta.publish.keyvalue import LocalKeyValue
 from torch_delta.store.local import LocalStore
-from torch_delta.testing.faults import Fault, FaultyStore, fail_before
+from torch_delta.testing.faults import Fault, FaultyStore, call, fail_before
 
 WORLD = 3
 
@@ -42,63 +43,90 @@ def test_all_ranks_parts_make_one_version(tmp_path):
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_rank_that_fails_is_raised_on_all_in_the_same_step(tmp_path, failing):
-    """Ranks in lock-step, as collectives keep them: nobody may run into the next step's collective alone."""
-    barrier = threading.Barrier(WORLD)
+    """Ranks in lock-step, as collectives keep them: nobody may run into the next step's collective alone.
 
-    def rank_main(rank, team):
+    The abort is written at the worst moment: rank 0 has not counted the step that rank 1 has already finished.
+    """
+    barrier = threading.Barrier(WORLD)
+    moved = threading.Condition()
+    finished = dict.fromkeys(range(WORLD), 0)
+    clocks = {}
+
+    class WorstMoment(LocalKeyValue):
+        def set(self, key, value):
+            if key == "outcome/0":
+                with moved:
+                    assert moved.wait_for(lambda: finished[1] > clocks[0].count, timeout=20)
+            super().set(key, value)
+
+    kv = WorstMoment()
+
+    def rank_main(rank, _team):
         faults = [Fault("put_new", "parts/*", nth=1, effect=fail_before())] if rank == failing else []
         source = SteppedSource(owned=rows(rank, WORLD))
         store = FaultyStore(LocalStore(tmp_path), faults)
         raised = []
-        with open_rank(
-            rank, team, tmp_path, source=source, store=store, num_put_attempts=1, max_in_flight=2
-        ) as publisher:
-            for step in range(1, 41):
-                for bits in source.live.values():
-                    bits[...] ^= 1 << step % 8
+        publisher = open_rank(
+            rank, Team(rank, WORLD, kv), tmp_path, source=source, store=store, num_put_attempts=1, max_in_flight=100
+        )
+        with publisher:
+            clocks[rank] = publisher._clock
+            barrier.wait(30)
+            while len(raised) == 0 or source.num_steps < raised[0][0] + 3:
+                flip(source, source.num_steps)
                 try:
                     source.step()
                 except PublishFailed as error:
-                    raised.append((step, error.version, dict(error.failures)))
+                    raised.append((source.num_steps, error.version, sorted(error.failures)))
+                with moved:
+                    finished[rank] = source.num_steps
+                    moved.notify_all()
                 barrier.wait(30)  # the next forward needs every rank
             publisher.wait()
         store.assert_fired()
         return raised, source.live
 
     results = run_threads(WORLD, rank_main)
-    raised = [result[0] for result in results]
-    assert raised[0] == raised[1] == raised[2]
-    assert len(raised[0]) == 1
-    _, version, failures = raised[0][0]
-    assert version == 1
-    assert set(failures) == {failing}
+    assert [raised for raised, _ in results] == [[(results[0][0][0][0], 1, [failing])]] * WORLD
     assert same(reader.replay(tmp_path, initial())[-1], results[0][1])
 
 
 def test_without_steps_all_ranks_raise_in_the_same_publish(tmp_path):
-    """Nothing keeps ranks together here; the call that needs the outcome raises, on every rank the same one."""
+    """Nothing keeps ranks together here; the call that needs the outcome raises, on every rank the same one.
+
+    Version 3 fails after ranks 0 and 1 have published 4, and before rank 2 has.
+    """
+    behind, failed = threading.Barrier(2), threading.Event()
+
+    def fail_late():
+        assert failed.wait(20)
+        raise StoreUnavailable("down", outcome="absent")
 
     def rank_main(rank, team):
-        faults = [Fault("put_new", "parts/*", nth=3, effect=fail_before())] if rank == 1 else []
+        faults = [Fault("put_new", "parts/*", nth=3, effect=call(fail_late))] if rank == 1 else []
         source = ArraySource(owned=rows(rank, WORLD))
         store = FaultyStore(LocalStore(tmp_path), faults)
         calls = []
         with open_rank(
             rank, team, tmp_path, source=source, store=store, num_put_attempts=1, max_in_flight=2
         ) as publisher:
-            for _ in range(12):
-                for bits in source.live.values():
-                    bits[...] ^= 1
+            for number in range(1, 13):
+                flip(source, number)
+                if (rank, number) == (2, 4):
+                    while publisher._failure is None:
+                        publisher._hear()
                 try:
                     calls.append(publisher.publish())
                 except PublishFailed as error:
                     calls.append(f"version {error.version} failed on {sorted(error.failures)}")
+                if rank < 2 and number == 4:
+                    behind.wait(20)
+                    failed.set()
         return calls, source.live
 
     results = run_threads(WORLD, rank_main)
-    assert results[0][0] == results[1][0] == results[2][0]
     # 3 fails; 4 was in flight behind it; the call that would be 5 needs to know, and raises
-    assert results[0][0] == [1, 2, 3, 4, "version 3 failed on [1]", 3, 4, 5, 6, 7, 8, 9]
+    assert [calls for calls, _ in results] == [[1, 2, 3, 4, "version 3 failed on [1]", 3, 4, 5, 6, 7, 8, 9]] * WORLD
     states = reader.replay(tmp_path, initial())
     assert len(states) == 10
     assert same(states[-1], results[0][1])
@@ -138,8 +166,7 @@ def test_a_rank_that_lies_about_its_boxes_fails_the_version(tmp_path):
             if rank == 1:
                 honest, source.owned = source.owned, tuple(ArraySource(owned=rows(0, 2)).owned)
                 publisher._owned = source.owned  # keeps the lie from being announced as a new ownership
-            for bits in source.live.values():
-                bits[...] ^= 1
+            flip(source, 1)
             publisher.publish()
             with pytest.raises(PublishFailed, match=r"rank 1 sent \[0:5, 0:6\], which it does not own"):
                 publisher.wait()
@@ -165,6 +192,24 @@ def test_ownership_that_changes_before_the_first_version_is_learnt(tmp_path):
 
     run_threads(2, rank_main)
     assert same(reader.replay(tmp_path, initial())[2], edited([1, 2]))
+
+
+def test_new_ownership_is_said_again_after_a_failure(tmp_path):
+    def rank_main(rank, team):
+        faults = [Fault("put_new", "parts/*", nth=1, effect=fail_before())] if rank == 1 else []
+        store = FaultyStore(LocalStore(tmp_path), faults)
+        source = ArraySource(owned=rows(rank, 2))
+        with open_rank(rank, team, tmp_path, source=source, store=store, num_put_attempts=1) as publisher:
+            source.owned = tuple(ArraySource(owned=rows(1 - rank, 2)).owned)
+            flip(source, 1)
+            publisher.publish()
+            with pytest.raises(PublishFailed):
+                publisher.wait()
+            publisher.publish()
+            publisher.wait()
+
+    run_threads(2, rank_main)
+    assert same(reader.replay(tmp_path, initial())[1], edited([1], flip))
 
 
 def test_ownership_that_no_longer_covers_is_refused(tmp_path):
@@ -214,8 +259,6 @@ def test_of_two_jobs_on_one_stream_exactly_one_wins(tmp_path):
     run_threads(2, open_first)
 
     def rank_main(number, _team):
-        from torch_delta.publish.coordination import Team
-
         job, rank = divmod(number, 2)
         source = ArraySource(owned=rows(rank, 2))
         publisher = open_rank(rank, Team(rank, 2, jobs[job]), tmp_path, source=source)

@@ -333,9 +333,7 @@ def test_slices_that_are_not_owned_once_are_refused(root, base, boxes, said):
     # F60, F39: every change is covered exactly once, and the committer proves it
     source = ArraySource()
     tops = [("a.weight", Box((0, 0), (5, 6))), ("a.weight", Box((5, 0), (1, 6))), ("a.weight", Box((6, 0), (4, 6)))]
-    source.owned = tuple(
-        OwnedBox(tensor=source.schema.index(name), box=box) for name, box in tops + rows(0, 1)[1:]
-    )
+    source.owned = tuple(OwnedBox(tensor=source.schema.index(name), box=box) for name, box in tops + rows(0, 1)[1:])
     collect = source.collect
 
     def lie():

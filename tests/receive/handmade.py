@@ -149,7 +149,9 @@ class Trainer:
     def put(self, key: str, data: bytes) -> Path:
         path = self.root / key
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        temporary = self.root / f".{secrets.token_hex(8)}"
+        temporary.write_bytes(data)
+        temporary.replace(path)
         return path
 
     def data_names(self) -> list[str]:
@@ -270,6 +272,8 @@ class Trainer:
         self.parents.append(hashlib.sha256(stored).hexdigest())
         self.history.append({name: bits.copy() for name, bits in self.bits.items()})
         self.num_changed.append(fields["changed"])
+        head = {"format_version": [1, 0], "stream_id": self.stream_id, "version": version}
+        self.put("head.json", sealed({**head, "commit_sha256": self.parents[version]}))
         return fields
 
     def step(

@@ -150,13 +150,17 @@ def drop_equal(
 def fingerprint(bits: torch.Tensor) -> torch.Tensor:
     """Position-aware hash of a shard, for noticing changes only; int64 [2] on the shard's device, no host sync.
 
-    Not the published digest: that one adds up over shards; this one only has to be fast. On the host xxh3-128. On a
-    device two sums of 8-byte words and of their upper halves under odd keys per position: the second lane is there
-    because a change of two top bits can cancel in the first.
+    Not the published digest: that one adds up over shards; this one only has to be fast. On the host xxh3-128, on a
+    device two sums under odd keys per position: of 8-byte words, and of their upper halves, because a change of two
+    top bits can cancel in the first.
     """
-    if bits.device.type == "cpu":
-        digest = xxhash.xxh3_128_digest(bits.numpy().data if bits.numel() else b"")
-        return torch.frombuffer(bytearray(digest), dtype=torch.int64)
+    if bits.device.type != "cpu":
+        return _fingerprint_by_words(bits)
+    digest = xxhash.xxh3_128_digest(bits.numpy().data if bits.numel() else b"")
+    return torch.frombuffer(bytearray(digest), dtype=torch.int64)
+
+
+def _fingerprint_by_words(bits: torch.Tensor) -> torch.Tensor:
     as_bytes = bits.view(torch.uint8)
     if as_bytes.numel() % 8 or as_bytes.storage_offset() % 8:
         as_bytes = torch.nn.functional.pad(as_bytes, (0, -as_bytes.numel() % 8))

@@ -8,7 +8,6 @@ ranks compute the same owners and the same schema.
 from __future__ import annotations
 
 import hashlib
-import logging
 import weakref
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from torch_delta.capture.regions import Piece
     from torch_delta.capture.shards import Shard
     from torch_delta.format.schema import Schema
-
-_logger = logging.getLogger("torch_delta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +104,15 @@ def bind(
         CaptureError: on all ranks alike, with `.failures` by rank where ranks had different complaints.
     """
     local: _Local | None = None
+    cause: Exception | None = None
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     try:
         optimizers = tuple(unwrap_optimizer(item) for item in given)
         local = _look(optimizers, model, base, config)
         claim = Claim(_held(local), _print(local.resolved))
-    except CaptureError as error:
-        claim = Claim(error=error.message)
     except Exception as error:  # the other ranks are already waiting in the exchange
-        _logger.exception("attaching failed")
-        claim = Claim(error=f"{type(error).__name__}: {error}")
-    rank, claims = exchange(claim, group)
+        claim, cause = Claim.refusal(error), error
+    rank, claims = exchange(claim, group, cause=cause)
     assert local is not None
     owned = elect(claims)[rank]
     specs = dict(local.resolved.specs)
@@ -184,7 +179,7 @@ def _refuse_wrappers(model: nn.Module) -> None:
         if type(module).__name__ == "FullyShardedDataParallel":
             raise CaptureError("FSDP1 (FullyShardedDataParallel) flattens parameters; use FSDP2 (fully_shard)")
         state: Any = getattr(module, "_get_fsdp_state", None)
-        if state is None or not any(type(base).__name__ == "FSDPModule" for base in type(module).__mro__):
+        if state is None or not any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             continue
         state = state()
         groups = getattr(state, "_fsdp_param_groups", None)

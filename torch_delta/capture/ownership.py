@@ -53,10 +53,26 @@ class Claim:
     """Whether it can walk over full tensors (tensor sources only)."""
     error: str = ""
     """Why this rank cannot be captured; the rest is then empty."""
+    facts: Mapping[str, object] = field(default_factory=dict)
+    """Those of the error."""
+
+    @classmethod
+    def refusal(cls, error: Exception) -> Claim:
+        """The claim of a rank that cannot take part."""
+        if isinstance(error, CaptureError):
+            return cls(error=error.message, facts=error.facts)
+        return cls(error=f"{type(error).__name__}: {error}")
 
 
-def exchange(claim: Claim, group: dist.ProcessGroup | None) -> tuple[int, list[Claim]]:
-    """Give every rank every rank's claim. The only collective of capture; a no-op without torch.distributed.
+def exchange(
+    claim: Claim, group: dist.ProcessGroup | None, *, cause: Exception | None = None
+) -> tuple[int, list[Claim]]:
+    """Give every rank every rank's claim. A no-op without torch.distributed.
+
+    Args:
+        claim: this rank's.
+        group: None for all ranks.
+        cause: what this rank's refusal came from, for its own traceback.
 
     Returns:
         This rank's position in the group, and the claims in rank order.
@@ -74,7 +90,7 @@ def exchange(claim: Claim, group: dist.ProcessGroup | None) -> tuple[int, list[C
     if failures:
         first = min(failures)
         where = f" (rank {first} of {len(claims)})" if len(claims) > 1 else ""
-        raise CaptureError(f"{failures[first]}{where}", failures=failures)
+        raise CaptureError(f"{failures[first]}{where}", **{**claims[first].facts, "failures": failures}) from cause
     return rank, claims
 
 

@@ -7,7 +7,6 @@ construction. A walk may be collective (gathering tensor by tensor): every walki
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from torch_delta.capture.source import Bits, Collected, OwnedBox, Region
     from torch_delta.format.digest import Digest
     from torch_delta.format.schema import Schema, TensorSpec
-
-_logger = logging.getLogger("torch_delta")
 
 Walk = Iterable[tuple[str, torch.Tensor]]
 
@@ -76,8 +73,8 @@ class TensorSource:
         shares = least_loaded([(size, index, walkers) for index, size in sizes.items()], len(claims))
         self._units = {schema.tensors[index].name: _Whole(index, schema.tensors[index]) for index in shares[rank]}
         self._numbers = {name: number for number, name in enumerate(self._units)}
-        keepers, claim = self._first_walk(kept)
-        exchange(claim, process_group)
+        keepers, cause = self._first_walk(kept)
+        exchange(Claim() if cause is None else Claim.refusal(cause), process_group, cause=cause)
         self._ledger = Ledger(schema, tuple(self._units.values()), [keepers[name] for name in self._units])
 
     @property
@@ -131,28 +128,32 @@ class TensorSource:
         self._ledger.close()
 
     def _claim(self) -> Claim:
-        unknown = [spec.name for spec in self._schema.tensors if spec.dtype not in arrays.SERVING_DTYPES]
-        error = f"no torch dtype for {some(unknown)}" if unknown else ""
-        if isinstance(self._tensors, Iterator):
-            error = "tensors is an iterator, which can be walked only once; pass a function that starts a new walk"
         try:
             refuse_quantised(self._schema)
-        except CaptureError as refusal:
-            error = refusal.message
-        return Claim(walks=self._tensors is not None, error=error)
+            self._refuse_arguments()
+        except CaptureError as error:
+            return Claim.refusal(error)
+        return Claim(walks=self._tensors is not None)
 
-    def _first_walk(self, kept: Placement) -> tuple[dict[str, Persistent], Claim]:
-        """Copies of this rank's tensors, or what went wrong, for the other ranks to hear."""
+    def _refuse_arguments(self) -> None:
+        unknown = [spec.name for spec in self._schema.tensors if spec.dtype not in arrays.SERVING_DTYPES]
+        if unknown:
+            raise CaptureError(f"no torch dtype for {some(unknown)}", tensors=tuple(unknown))
+        if isinstance(self._tensors, Iterator):
+            raise CaptureError(
+                "tensors is an iterator, which can be walked only once; pass a function that starts a new walk"
+            )
+
+    def _first_walk(self, kept: Placement) -> tuple[dict[str, Persistent], Exception | None]:
+        """Copies of this rank's tensors, and what went wrong, if anything, for the other ranks to hear."""
         keepers: dict[str, Persistent] = {}
         try:
             for unit in self._walk():
                 keepers[unit.name] = Persistent(unit, kept)
                 unit.release()
         except Exception as error:
-            _logger.debug("first walk failed", exc_info=True)
-            message = error.message if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
-            return {}, Claim(error=message)
-        return keepers, Claim()
+            return {}, error
+        return keepers, None
 
     def _walk(self) -> Iterator[_Whole]:
         """Owned units, holding their tensor while yielded. Always walks to the end; then complains, if at all."""

@@ -6,7 +6,6 @@ opens the checkpoint next finishes it. Bases are installed like this once, ancho
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import shutil
@@ -142,18 +141,24 @@ def _files_under(root: Path) -> Iterable[Path]:
                 yield Path(folder, name)
 
 
+def has_leftovers(layout: Layout) -> bool:
+    """Whether there is unfinished work, of a dead process or of a live writer."""
+    return any(_is_unfinished(path) for path in _entries(layout.hidden)) or bool(_entries(layout.tmp))
+
+
 def sweep(layout: Layout) -> None:
-    """Remove what dead processes left unfinished (F84); the caller holds the writer lock."""
-    if layout.install.exists():
-        return
-    with contextlib.suppress(FileNotFoundError):
-        for path in layout.hidden.iterdir():
-            if path.name.startswith("stage-"):
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.suffix == ".new":
-                path.unlink(missing_ok=True)
+    """Remove what dead processes left unfinished (F84); the caller holds the writer lock, and nothing is half moved."""
+    for path in _entries(layout.hidden):
+        if path.name.startswith("stage-"):
+            shutil.rmtree(path, ignore_errors=True)
+        elif _is_unfinished(path):
+            path.unlink(missing_ok=True)
     for path in _entries(layout.tmp):
         path.unlink(missing_ok=True)
+
+
+def _is_unfinished(path: Path) -> bool:
+    return path.name.startswith("stage-") or path.suffix == ".new"
 
 
 assert HIDDEN.startswith("."), "the walk over a base must not descend into another checkpoint's hidden folder"

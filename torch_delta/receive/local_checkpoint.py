@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from torch_delta.errors import ChainError, StoreUnavailable
+from torch_delta.errors import ChainError, CheckpointBusy, StoreUnavailable
 from torch_delta.format.schema import Schema
 from torch_delta.receive.access import StateReader, needs_recovery, share
 from torch_delta.receive.base import resolve_base
 from torch_delta.receive.consumers import Consumer
 from torch_delta.receive.diskio import local_io
 from torch_delta.receive.folder import SafetensorsFolder, weight_files
-from torch_delta.receive.install import Stage
+from torch_delta.receive.install import Stage, has_leftovers
 from torch_delta.receive.locks import FileLock
 from torch_delta.receive.patches import Patch, open_patch
 from torch_delta.receive.proofs import check_damage, check_fit, check_rest, wrong_tensors
@@ -107,6 +107,10 @@ class LocalCheckpoint:
                 pass
         elif needs_recovery(self._layout, self._states.read()):
             with self.writing(purpose="recover"):
+                pass
+        elif has_leftovers(self._layout):
+            # Perhaps gigabytes that a dead process left (F84); perhaps a live one's work: then they stay.
+            with contextlib.suppress(CheckpointBusy, StoreUnavailable), self.writing(timeout_s=0, purpose="clean up"):
                 pass
 
     # -- what it is -------------------------------------------------------------------------------------------------

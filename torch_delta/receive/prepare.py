@@ -128,7 +128,7 @@ def _decode(
 
     def decode(item: tuple[Part, Frame]) -> None:
         part, frame = item
-        for change in decode_frame(schema, frame, part.payload(frame), weights.read):
+        for change in decode_frame(schema, frame, part.payload(frame), weights.read, key=part.key):
             writer.put(change.tensor, change.box, change.index, change.new)
 
     try:

@@ -62,7 +62,7 @@ class Xor:
         stream = compressor(level).compressobj(size=raw_bytes)
         scratch = np.zeros(min(raw_bytes, _WINDOW_BYTES), np.uint8)
         check = ZERO
-        pieces: list[bytes] = [b""]
+        pieces: list[bytes] = []
         measured: list[int] = []
         stretch: list[int] = []  # changed elements of each slice since the last flush
         stored = since_flush = 0
@@ -79,8 +79,7 @@ class Xor:
                 stored += size
                 measured += [-(-size * count // sum(stretch)) for count in stretch]
                 stretch, since_flush = [], 0
-        pieces[0] = check.to_bytes()
-        blob = b"".join(pieces)
+        blob = b"".join((check.to_bytes(), *pieces))
         return Packed(payload={self.name: blob}, stored_bytes=len(blob), raw_bytes=raw_bytes, measured=tuple(measured))
 
     def unpack(
@@ -162,8 +161,8 @@ def _flips(
         raise broken(
             "E4",
             key,
-            f"{'more than ' * (found > item.count)}{min(found, item.count)} elements of {spec.name!r} change, the table "
-            f"says {item.count}",
+            f"{'more than ' * (found > item.count)}{min(found, item.count)} elements of {spec.name!r} change, not the "
+            f"{item.count} of the table",
             tensor=spec.name,
             expected=item.count,
             got=found,

@@ -1,0 +1,49 @@
+"""When the compiled kernels are used, and that nothing depends on them."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from torch_delta.codec import kernels
+from torch_delta.codec.kernels import WORTH_COMPILING, Kernel
+
+
+def test_compiled_once_work_repays_it() -> None:
+    built = []
+    kernel = Kernel(lambda numba: built.append(numba) or (lambda: "compiled"))
+    assert kernel.get(WORTH_COMPILING - 1) is None
+    assert built == []
+    assert kernel.get(1)() == "compiled"
+    assert kernel.get(0)() == "compiled"
+    assert len(built) == 1
+
+
+def test_without_numba_numpy_does_everything_and_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)  # makes `import numba` fail
+    kernels._numba.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO, "torch_delta"):
+            for _ in range(2):
+                kernel = Kernel(lambda _: pytest.fail("nothing to build with"))
+                assert kernel.get(WORTH_COMPILING) is None
+        assert [record.levelname for record in caplog.records if "numpy only" in record.message] == ["INFO"]
+    finally:
+        kernels._numba.cache_clear()
+
+
+def test_small_work_never_imports_numba() -> None:
+    code = (
+        "import sys, numpy as np\n"
+        "from torch_delta.codec.change import diff\n"
+        "from torch_delta.codec.digest import digest_array\n"
+        "a = np.arange(5000, dtype=np.uint16)\n"
+        "digest_array(a), diff(a, a[::-1])\n"
+        "sys.exit('numba' in sys.modules or 'torch' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
