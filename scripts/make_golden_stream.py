@@ -131,7 +131,7 @@ def part(
     names = sorted([*base, *(ALIASES if base is BASE else {})])
     table, increments, payload = varint(len(frames)), b"", {}
     for encoding, slices in frames:
-        rows, raw, previous = b"", b"", 0
+        rows, raw, previous, check = b"", b"", 0, (0, 0)
         for tensor, offset, extent in slices:
             dtype, shape, _ = base[tensor]
             flat = box_elements(shape, offset, extent)
@@ -158,9 +158,11 @@ def part(
                 values[1] += pack(dtype, [new[tensor][at] for at in flat])
             else:
                 raw += pack(dtype, [state[tensor][at] ^ new[tensor][at] for at in flat])
+                seen = digest(dtype, {flat[i]: state[tensor][flat[i]] for i in changed})
+                check = tuple((a + b) & MASK for a, b in zip(check, seen, strict=True))
         table += varint(CODE[encoding]) + varint(len(slices))
         if encoding == "xor":
-            blob = zstd_raw(raw)
+            blob = digest_bytes(check) + zstd_raw(raw)
             table += varint(len(blob)) + varint(len(raw))
             payload.setdefault("xor", ["U8", b""])[1] += blob
         table += rows

@@ -97,10 +97,10 @@ class PublishConfig:
         unknown = [name for name in self.encodings if name not in _ENCODINGS]
         if unknown or len(set(self.encodings)) != len(self.encodings):
             raise ValueError(f"encodings are {self.encodings!r}; expected distinct ones of {', '.join(_ENCODINGS)}")
-        if not self.usable_encodings:
+        if not _ABSOLUTE_ENCODINGS.intersection(self.encodings):
+            # Weights that moved outside the optimizer are re-sent without knowing their old bits.
             raise ValueError(
-                f"encodings are {self.encodings!r} with absolute_only={self.absolute_only}; at least one of "
-                f"{', '.join(e for e in _ENCODINGS if not self.absolute_only or e in _ABSOLUTE_ENCODINGS)} is needed"
+                f"encodings are {self.encodings!r}; at least one of {', '.join(sorted(_ABSOLUTE_ENCODINGS))} is needed"
             )
 
     @property

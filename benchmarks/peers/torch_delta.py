@@ -23,7 +23,7 @@ class TorchDelta:
     Args:
         base: folder of the base checkpoint.
         work: empty folder for the stream and the local checkpoint.
-        num_threads: that encode. The receiving side takes up to four, as many as the machine has cores.
+        num_threads: that compare and that encode. The receiving side takes up to four, as many as the machine has cores.
         follow_fsync: False leaves out the fsyncs of the receiving side, as SkyRL does: its checkpoint then survives
             killed processes, but not a power cut. Publishing makes everything durable either way, as SkyRL's does.
     """
@@ -34,13 +34,13 @@ class TorchDelta:
         store = open_store(self._stream)
         self._weights: Mapping[str, torch.Tensor] = load_file(base / "model.safetensors")
         self._publisher = attach_source(
-            TensorSource(self._walk, open_base(base).schema),
+            TensorSource(self._walk, open_base(base).schema, num_threads=num_threads),
             store,
             base=base,
             config=PublishConfig(num_encode_threads=num_threads),
         )
         self._store = store
-        self._checkpoint = LocalCheckpoint(work / "local", base=base)
+        self._checkpoint = LocalCheckpoint(work / "local", base=base, fsync=follow_fsync)
         self._follower = Follower(store)
 
     def publish(self, weights: Mapping[str, torch.Tensor]) -> None:

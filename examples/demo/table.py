@@ -11,8 +11,8 @@ _WIDTHS = (7, 8, 9, 9, 9, 9, 7, 7)
 class Table:
     """Joins the trainer's and the follower's reports (dictionaries of their fields) by version.
 
-    capture: the training thread's time on this rank, inside the optimizer steps and after them. publish: from there, in
-    the background, to the existence of the version. fetch: read and checked. apply: decoded, proved and written.
+    capture: time of rank 0's training thread, inside the optimizer step and after it. publish: from there, in the
+    background, until the version existed. fetch: read and checked. apply: decoded, proved and written.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ def _cells(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, ...]:
         f"{stored_bytes:,}",
         f"{ours['full_bytes'] / stored_bytes:.0f}" if stored_bytes else "-",
         f"{capture_s:.3f}",
-        f"{ours['total_s'] - ours['capture_s']:.3f}",
+        f"{ours['receipts_s'] + ours['commit_s']:.3f}",
         fetch,
         apply,
     )

@@ -12,9 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.capture import oracle
 from tests.capture.models import Tiny, moe, tokens
+from torch_delta.capture import shards
 from torch_delta.capture.capture import Capture
 from torch_delta.capture.config import CaptureConfig
 from torch_delta.capture.tensorsource import TensorSource
@@ -292,7 +294,49 @@ def _stages():
     return bad + ([] if names == expected else [f"names: {names}"])
 
 
+def _wrong_offsets():
+    """The self-test at attach notices when our arithmetic and torch's placement of elements disagree (F34)."""
+    model = _shard("fsdp", Tiny())
+    right = shards.global_indices
+    shards.global_indices = lambda shard: right(shard).flip(0)
+    try:
+        return _expect("places elements of .* differently", model)
+    finally:
+        shards.global_indices = right
+
+
+def _no_dtensor_operations():
+    """F43: neither hooks nor collects run an operation on a DTensor."""
+    torch.manual_seed(0)
+    model = _shard("fsdp", Tiny())
+    complaints = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if any(issubclass(kind, DTensor) for kind in types):
+                complaints.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    for mode in ("transient", "persistent"):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        capture = Capture(optimizer, model, config=CaptureConfig(mode=mode))
+        model(tokens(0)).backward()
+        with Watch():
+            capture._before_step(0)
+        optimizer.step()
+        with Watch():
+            capture._after_step(0)
+            capture.commit(capture.collect().token)
+        capture.close()
+    found = list(complaints)
+    with Watch():
+        model.up.weight.sum()
+    return found + ([] if len(complaints) > len(found) else ["control: the watch sees nothing"])
+
+
 SPECIAL = {
+    "wrong_offsets": _wrong_offsets,
+    "no_dtensor_operations": _no_dtensor_operations,
     "unsharded": _unsharded,
     "partial": _partial,
     "stages": _stages,

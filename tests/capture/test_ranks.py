@@ -30,7 +30,7 @@ FOUR_RANKS = [
     "ddp-mixtral-fp32-persistent",
 ]
 OTHER = ["balance", "copies_differ", "one_rank_refuses", "rank_zero_walks", "all_walk", "accelerate", "late_prepare"]
-OTHER += ["unsharded", "partial", "stages"]
+OTHER += ["unsharded", "partial", "stages", "wrong_offsets", "no_dtensor_operations"]
 
 
 @pytest.fixture(scope="module")

@@ -133,7 +133,8 @@ def test_the_table_waits_for_both_sides_and_shows_merged_versions() -> None:
         "full_bytes": 2000,
         "step_s": 0.1,
         "capture_s": 0.2,
-        "total_s": 0.7,
+        "receipts_s": 0.4,
+        "commit_s": 0.1,
     }
     followed = {"fetch_s": 0.01, "decode_s": 0.02, "verify_s": 0.0, "apply_s": 0.03}
     shown = io.StringIO()

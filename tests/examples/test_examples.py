@@ -76,11 +76,12 @@ def test_one_line_is_ours(script: str) -> None:
 def test_what_is_published_is_what_was_trained(script: str, launcher: tuple[str, ...], tmp_path: Path) -> None:
     run(EXAMPLES / script, launcher, tmp_path)
     checkpoint = torch_delta.LocalCheckpoint(tmp_path / "copy", base=tmp_path / "base")
-    reports = list(torch_delta.Follower(str(tmp_path / "stream")).apply_to(checkpoint, until=4))
+    reports = list(torch_delta.Follower(str(tmp_path / "stream")).apply_to(checkpoint, until=4, timeout_s=10.0))
     assert reports[-1].version == 4
     assert not (tmp_path / "stream" / "commits" / f"{5:020d}.json").exists()  # as many versions as steps
     base, copy, trained = (tensors(tmp_path / name) for name in ("base", "copy", "output"))
-    assert copy.keys() == base.keys() == trained.keys()
+    assert copy.keys() == base.keys()
+    assert trained.keys() - base.keys() <= {"lm_head.weight"}  # tied: some ways of saving write it twice
     for name, (dtype, bits) in copy.items():
         assert dtype == "BF16"
         assert bits == as_bf16(trained[name][1]), name

@@ -9,10 +9,13 @@ import hashlib
 import itertools
 import json
 import math
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import zstandard
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WIDTH = {"BF16": 2, "F32": 4, "U8": 1, "U32": 4, "U64": 8}
 ENCODINGS = {1: "coo", 2: "xor", 3: "dense"}
@@ -71,7 +74,7 @@ def apply_part(data: bytes, schema: list[dict], old: dict, new: dict) -> int:
     for _ in range(next(numbers)):
         encoding, num_slices = ENCODINGS[next(numbers)], next(numbers)
         stored, raw = (next(numbers), next(numbers)) if encoding == "xor" else (0, 0)
-        blob = zstandard.ZstdDecompressor().decompress(take("xor", stored), max_output_size=raw) if stored else b""
+        blob = inflate(take("xor", stored), raw) if stored else b""
         tensor = 0
         for _ in range(num_slices):
             step = next(numbers)
@@ -95,6 +98,13 @@ def apply_part(data: bytes, schema: list[dict], old: dict, new: dict) -> int:
             changed += count
     assert all(cursors[name] == len(arrays[name]) for name in arrays if name not in {"table", "increment"})
     return changed
+
+
+def inflate(frame: bytes, raw: int) -> bytes:
+    """The xor bytes of a frame, behind its base check of 16 bytes."""
+    blob = zstandard.ZstdDecompressor().decompressobj().decompress(frame[16:])
+    assert len(blob) == raw
+    return blob
 
 
 def read_box(kind: int, full: list[int], numbers) -> tuple[list[int], list[int]]:

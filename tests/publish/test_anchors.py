@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
@@ -67,8 +68,6 @@ def test_ranks_assemble_files_from_each_others_shards(tmp_path, file_bytes):
     said, state = only_anchor(tmp_path, 1)
     assert same(state, edited([1]))
     commit = (tmp_path / "commits" / f"{1:020d}.json").read_bytes()
-    import hashlib
-
     assert said["commit_sha256"] == hashlib.sha256(commit).hexdigest()
     assert sum(report.staged_bytes for report in reports) > 0
     assert reports[0].stored_bytes == sum(file["bytes"] for file in said["files"])

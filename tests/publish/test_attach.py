@@ -145,6 +145,7 @@ def test_a_damaged_base_is_named(tmp_path, damage, error, said):
 
 @pytest.mark.parametrize("with_base", [True, False])
 def test_a_stream_is_continued_from_its_head(tmp_path, with_base):
+    # rule W1
     base = write_checkpoint(tmp_path / "base", initial()) if with_base else None
     source = ArraySource()
     with attach_source(source, tmp_path / "s", base=base, config=config()) as publisher:
@@ -161,6 +162,7 @@ def test_a_stream_is_continued_from_its_head(tmp_path, with_base):
 
 
 def test_a_stream_is_continued_on_another_mesh(tmp_path):
+    # rule W1: the digests of any shards add up to the same state
     write_checkpoint(tmp_path / "base", initial())
 
     def rank_main(rank, team, seed=0):
@@ -175,12 +177,13 @@ def test_a_stream_is_continued_on_another_mesh(tmp_path):
 
 
 def test_other_weights_than_the_head_are_refused_and_say_how_to_go_on(tmp_path):
+    # rule W1
     base = write_checkpoint(tmp_path / "base", initial())
     source = ArraySource()
     with attach_source(source, tmp_path / "s", base=base, config=config()) as publisher:
         edit(source, 1)
         publisher.publish()
-    with pytest.raises(BaseMismatch, match="stands at version 1 with other weights .* publish to a new URL") as caught:
+    with pytest.raises(BaseMismatch, match=r"stands at version 1 with other weights .* publish to a new URL") as caught:
         attach_source(ArraySource(), tmp_path / "s", base=base, config=config())
     assert caught.value.version == 1
 
@@ -210,6 +213,12 @@ def test_a_folder_with_something_else_in_it_is_refused(tmp_path):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_read_only_directory_is_an_error_at_attach(tmp_path):
     (tmp_path / "s").mkdir(mode=0o500)
+    with pytest.raises(StoreUnavailable):
+        attach_source(ArraySource(), tmp_path / "s", config=config())
+
+
+def test_a_root_that_is_a_file_is_an_error_at_attach(tmp_path):
+    (tmp_path / "s").write_text("in the way")
     with pytest.raises(StoreUnavailable):
         attach_source(ArraySource(), tmp_path / "s", config=config())
 

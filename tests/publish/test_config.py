@@ -22,7 +22,7 @@ from torch_delta.config import PublishConfig
         ({"encodings": ("coo", "gzip")}, "encodings are"),
         ({"encodings": ("coo", "coo")}, "expected distinct"),
         ({"encodings": ()}, "at least one of"),
-        ({"encodings": ("xor",), "absolute_only": True}, "at least one of coo, dense"),
+        ({"encodings": ("xor",)}, "at least one of coo, dense"),
         ({"zstd_level": 0}, "zstd_level is 0"),
         ({"num_encode_threads": 0}, "num_encode_threads is 0"),
         ({"part_bytes": 5}, "part_bytes is 5"),

@@ -34,7 +34,7 @@ def test_gloo_ranks_refuse_together(tmp_path):
 
 
 def test_a_rank_killed_between_its_part_and_the_commit(tmp_path):
-    """F05: all other ranks raise in the same step and name it; nothing of the version is visible; a restart goes on."""
+    """Rule W3, F05: all other ranks raise in the same step and name it; nothing is visible of it; a restart goes on."""
     root = tmp_path / "s"
     results, codes = processes.launch(
         processes.publish_and_kill, 4, root=str(root), point="publish.part_put", nth=2, victim=2
@@ -61,7 +61,7 @@ def test_a_rank_killed_between_its_part_and_the_commit(tmp_path):
 
 @pytest.mark.parametrize(("point", "visible"), [("publish.receipts_heard", 1), ("stream.commit_written", 2)])
 def test_the_coordinator_killed_before_and_after_its_commit(tmp_path, point, visible):
-    # rule W2: a version is visible if and only if its commit was created, whoever dies
+    # rule W3: a version is visible if and only if its commit was created, whoever dies
     results, codes = processes.launch(processes.publish_and_kill, 2, root=str(tmp_path), point=point, nth=2, victim=0)
     assert codes == [-signal.SIGKILL, 0]
     raised = results[1]["raised"]

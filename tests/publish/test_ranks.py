@@ -48,15 +48,13 @@ def test_a_rank_that_fails_is_raised_on_all_in_the_same_step(tmp_path, failing):
     The abort is written at the worst moment: rank 0 has not counted the step that rank 1 has already finished.
     """
     barrier = threading.Barrier(WORLD)
-    moved = threading.Condition()
-    finished = dict.fromkeys(range(WORLD), 0)
-    clocks = {}
+    aborting, ahead = threading.Event(), threading.Event()
 
     class WorstMoment(LocalKeyValue):
         def set(self, key, value):
             if key == "outcome/0":
-                with moved:
-                    assert moved.wait_for(lambda: finished[1] > clocks[0].count, timeout=20)
+                aborting.set()
+                assert ahead.wait(20)
             super().set(key, value)
 
     kv = WorstMoment()
@@ -70,24 +68,23 @@ def test_a_rank_that_fails_is_raised_on_all_in_the_same_step(tmp_path, failing):
             rank, Team(rank, WORLD, kv), tmp_path, source=source, store=store, num_put_attempts=1, max_in_flight=100
         )
         with publisher:
-            clocks[rank] = publisher._clock
-            barrier.wait(30)
             while len(raised) == 0 or source.num_steps < raised[0][0] + 3:
+                if source.num_steps == 2:
+                    assert aborting.wait(20)  # rank 0 holds its clock at 2, or at 1 on its way there
                 flip(source, source.num_steps)
                 try:
                     source.step()
                 except PublishFailed as error:
                     raised.append((source.num_steps, error.version, sorted(error.failures)))
-                with moved:
-                    finished[rank] = source.num_steps
-                    moved.notify_all()
+                if (rank, source.num_steps) == (1, 3):
+                    ahead.set()
                 barrier.wait(30)  # the next forward needs every rank
             publisher.wait()
         store.assert_fired()
         return raised, source.live
 
     results = run_threads(WORLD, rank_main)
-    assert [raised for raised, _ in results] == [[(results[0][0][0][0], 1, [failing])]] * WORLD
+    assert [raised for raised, _ in results] == [[(4, 1, [failing])]] * WORLD
     assert same(reader.replay(tmp_path, initial())[-1], results[0][1])
 
 
@@ -133,14 +130,14 @@ def test_without_steps_all_ranks_raise_in_the_same_publish(tmp_path):
 
 
 def test_a_missing_receipt_names_the_rank(tmp_path):
-    # F32: the wait has a deadline and names the peer
+    # rule W3, F32: the wait has a deadline and names the peer
     def rank_main(rank, team):
         source = ArraySource(owned=rows(rank, WORLD))
         publisher = open_rank(rank, team, tmp_path, source=source, receipt_timeout_s=0.3)
         edit(source, 1)
         if rank != 1:
             publisher.publish()
-            with pytest.raises(PublishFailed, match="rank 1: no receipt for version 1 within 0.3 s") as caught:
+            with pytest.raises(PublishFailed, match=r"rank 1: no receipt for version 1 within 0\.3 s") as caught:
                 publisher.wait()
             assert set(caught.value.failures) == {1}
         else:
@@ -159,7 +156,7 @@ def test_a_missing_receipt_names_the_rank(tmp_path):
 
 
 def test_a_rank_that_lies_about_its_boxes_fails_the_version(tmp_path):
-    # F39: two ranks send the same rows
+    # rule W4, F39: two ranks send the same rows
     def rank_main(rank, team):
         source = ArraySource(owned=rows(rank, 2))
         with open_rank(rank, team, tmp_path, source=source) as publisher:
@@ -236,6 +233,7 @@ def test_ownership_that_no_longer_covers_is_refused(tmp_path):
     ],
 )
 def test_attaching_proves_that_every_element_has_one_owner(tmp_path, other, said):
+    # rule W7
     def rank_main(rank, team):
         source = ArraySource()
         boxes = rows(0, 2) if rank == 0 else other
@@ -249,7 +247,7 @@ def test_attaching_proves_that_every_element_has_one_owner(tmp_path, other, said
 
 
 def test_of_two_jobs_on_one_stream_exactly_one_wins(tmp_path):
-    # rule W3
+    # rule W5
     start = threading.Barrier(4)
     jobs = [LocalKeyValue(), LocalKeyValue()]
 

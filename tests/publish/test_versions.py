@@ -34,7 +34,7 @@ def faulty(root, *faults):
 
 
 def test_every_version_is_the_source_at_its_publish(root, base):
-    # rule W2, W3: the commit comes last, and names the sha256 of the one before
+    # rule W2, C2: one version per publish, each naming the sha256 of the one before
     source = ArraySource()
     with attach_source(source, root, base=base, config=config()) as publisher:
         assert publisher.version == 0
@@ -55,7 +55,7 @@ def test_every_version_is_the_source_at_its_publish(root, base):
 
 
 def test_many_steps_between_versions_are_one_version(root, base):
-    # F03: the delta is against the last committed version, however many steps lie between
+    # rule W2, F03: the delta is against the last committed version, however many steps lie between
     source = ArraySource()
     with attach_source(source, root, base=base, config=config()) as publisher:
         for seed in (1, 2, 3):
@@ -95,7 +95,7 @@ def test_an_upload_is_tried_again_under_another_name(root, base):
 
 
 def test_a_failed_upload_fails_the_version_and_the_next_covers_it(root, base):
-    # F01: the base of the diff advances only with a commit
+    # rule W3, F01: the base of the diff advances only with a commit
     store = faulty(root, Fault("put_new", "parts/*", nth=1, effect=fail_before()))
     source = ArraySource()
     with attach_source(source, store, base=base, config=config(num_put_attempts=1)) as publisher:
@@ -218,7 +218,7 @@ def test_close_settles_an_unknown_outcome(root, base):
 
 
 def test_the_second_writer_is_fenced_for_good(root, base):
-    # rule W3: two writers never both win
+    # rule W5: two writers never both win
     first, second = ArraySource(), ArraySource()
     loser = attach_source(second, root, base=base, config=config())
     with attach_source(first, root, base=base, config=config()) as winner:
@@ -238,6 +238,7 @@ def test_the_second_writer_is_fenced_for_good(root, base):
 
 
 def test_equal_changes_of_two_writers_are_not_the_same_commit(root, base):
+    # rule W5: bytes that are not one's own are another writer's, even when they say the same
     first, second = ArraySource(), ArraySource()
     loser = attach_source(second, root, base=base, config=config())
     with attach_source(first, root, base=base, config=config()) as winner:
@@ -266,6 +267,27 @@ def test_too_many_versions_in_flight_wait(root, base):
     assert report.back_pressure_s > 0
     assert publisher.reports[0].back_pressure_s < report.back_pressure_s
     assert same(reader.replay(root, initial())[3], edited([1, 2, 3]))
+
+
+def test_what_names_an_object_is_written_after_it(root, base):
+    # rule W6: the schema before stream.json, the parts before the commit, the commit before the hint
+    def all_there(pattern, num):
+        return call(lambda: seen.append(len(list(root.glob(pattern))) == num))
+
+    seen = []
+    store = faulty(
+        root,
+        Fault("put_new", "stream.json", effect=all_there("schema/*.json", 1)),
+        Fault("put_new", "commits/*", effect=all_there("parts/*/*.safetensors", 1)),
+        Fault("put_hint", "head.json", effect=all_there("commits/*.json", 1)),
+    )
+    source = ArraySource()
+    with attach_source(source, store, base=base, config=config()) as publisher:
+        edit(source, 1)
+        publisher.publish()
+    store.assert_fired()
+    assert seen == [True, True, True]
+    assert reader.sealed(root / "head.json")["version"] == 1
 
 
 def test_a_lost_hint_is_not_an_error(root, base):
@@ -330,7 +352,7 @@ def test_a_source_that_cannot_collect_fails_the_version(root, base):
     ],
 )
 def test_slices_that_are_not_owned_once_are_refused(root, base, boxes, said):
-    # F60, F39: every change is covered exactly once, and the committer proves it
+    # rule W4, F60, F39: every change is covered exactly once, and the committer proves it
     source = ArraySource()
     tops = [("a.weight", Box((0, 0), (5, 6))), ("a.weight", Box((5, 0), (1, 6))), ("a.weight", Box((6, 0), (4, 6)))]
     source.owned = tuple(OwnedBox(tensor=source.schema.index(name), box=box) for name, box in tops + rows(0, 1)[1:])
@@ -376,16 +398,21 @@ def test_an_error_in_the_block_is_not_hidden(root, base):
     gate = threading.Event()
     store = faulty(root, Fault("put_new", "parts/*", nth=1, effect=call(gate.wait)))
     source = ArraySource()
-    with pytest.raises(KeyError, match="mine"), attach_source(source, store, base=base, config=config()) as publisher:
-        edit(source, 1)
-        publisher.publish()
-        gate.set()
-        raise KeyError("mine")
+    publisher = attach_source(source, store, base=base, config=config())
+
+    def block():
+        with publisher:
+            edit(source, 1)
+            publisher.publish()
+            gate.set()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        block()
     assert source.calls[-1] == ("close", 0)
 
 
 def test_parts_open_with_safetensors_and_large_changes_make_several(root, base, monkeypatch):
-    # rule P1: any tool opens a part
     from safetensors import safe_open
 
     from torch_delta.publish import pipeline

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from tests.receive.handmade import Trainer, small_trainer
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture

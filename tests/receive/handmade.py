@@ -10,10 +10,13 @@ import json
 import secrets
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import zstandard
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WIDTH = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8, "F64": 8}
 CODE = {"coo": 1, "xor": 2, "dense": 3}

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from tests.receive.handmade import Trainer, sealed
 from torch_delta.errors import ChainError, DigestMismatch, FormatError, TorchDeltaError
 from torch_delta.receive import Follower, LocalCheckpoint, pull
-from torch_delta.testing.faults import Fault, FaultyStore, call
 from torch_delta.store import open_store
+from torch_delta.testing.faults import Fault, FaultyStore, call
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
 
 
 def kinds(trainer: Trainer, place: Path, **options: object) -> list[tuple[str, int]]:
@@ -37,7 +41,9 @@ def test_an_empty_checkpoint_starts_from_the_newest_anchor(
     assert (place / "model.safetensors").exists() == (num_files == 1)
 
 
-def test_an_anchor_beyond_the_wanted_version_is_not_used(trainer: Trainer, place: Path, rng: np.random.Generator) -> None:
+def test_an_anchor_beyond_the_wanted_version_is_not_used(
+    trainer: Trainer, place: Path, rng: np.random.Generator
+) -> None:
     trainer.anchor(0)
     for _ in range(3):
         trainer.step(rng)
@@ -63,14 +69,18 @@ def test_a_reader_left_behind_by_retention_jumps_to_an_anchor(
         LocalCheckpoint(place).patch(4)
 
 
-def test_a_gap_without_an_anchor_says_how_to_go_on(trainer: Trainer, base: Path, place: Path, rng: np.random.Generator) -> None:
+def test_a_gap_without_an_anchor_says_how_to_go_on(
+    trainer: Trainer, base: Path, place: Path, rng: np.random.Generator
+) -> None:
     # rule R3
     trainer.step(rng)
     pull(str(trainer.root), place, base=base)
     for _ in range(3):
         trainer.step(rng)
     trainer.forget(1, 3)
-    with pytest.raises(ChainError, match="Start again from a copy of the base, or have the writer publish an anchor") as caught:
+    with pytest.raises(
+        ChainError, match="Start again from a copy of the base, or have the writer publish an anchor"
+    ) as caught:
         pull(str(trainer.root), place, timeout_s=5, version=4)
     assert caught.value.missing == 2
     trainer.assert_at(place, 1)
@@ -140,7 +150,9 @@ def test_a_manifest_that_says_something_else(
     assert [path.name for path in place.iterdir()] == [".torch_delta"]
 
 
-def test_files_that_are_not_what_a_truthful_looking_manifest_says(trainer: Trainer, place: Path, rng: np.random.Generator) -> None:
+def test_files_that_are_not_what_a_truthful_looking_manifest_says(
+    trainer: Trainer, place: Path, rng: np.random.Generator
+) -> None:
     # The commit is gone, so nothing but the digests of the bits themselves can tell.
     trainer.step(rng)
     key = trainer.anchor(1)
@@ -165,7 +177,9 @@ def test_a_hostile_file_name_in_a_manifest(trainer: Trainer, place: Path, rng: n
     assert not list(place.parent.rglob("evil"))
 
 
-def test_an_anchor_of_version_0_written_before_the_stream(tmp_path: Path, place: Path, rng: np.random.Generator) -> None:
+def test_an_anchor_of_version_0_written_before_the_stream(
+    tmp_path: Path, place: Path, rng: np.random.Generator
+) -> None:
     # rule A2, F103: version 0 is explicit
     from tests.receive.handmade import small_trainer
 
@@ -198,7 +212,10 @@ def test_a_stream_that_goes_on_elsewhere_is_not_followed_silently(
     )
     checkpoint = LocalCheckpoint(place, base=base)
     seen = []
-    with Follower(str(trainer.root), poll_interval_s=0.01) as follower, pytest.raises(ChainError, match="run-8") as caught:
+    with (
+        Follower(str(trainer.root), poll_interval_s=0.01) as follower,
+        pytest.raises(ChainError, match="run-8") as caught,
+    ):
         seen += [report.version for report in follower.apply_to(checkpoint, timeout_s=10)]
     assert caught.value.successor == "run-8"
     assert checkpoint.version == 2, "version 3 is not part of the history that goes on"

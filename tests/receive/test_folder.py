@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,6 +12,9 @@ from tests.receive.handmade import safetensors, small_trainer
 from torch_delta.errors import FormatError, StoreUnavailable
 from torch_delta.format.schema import Schema, TensorSpec
 from torch_delta.receive.folder import SafetensorsFolder, weight_files
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def write(folder: Path, name: str, *tensors: str, value: int = 1) -> None:
@@ -47,7 +50,9 @@ def test_without_an_index_every_file_counts(tmp_path: Path) -> None:
         SafetensorsFolder.open(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../evil.safetensors", "/etc/passwd", "sub/x.safetensors", ".hidden", "nul\0x", "..\\x"])
+@pytest.mark.parametrize(
+    "name", ["../evil.safetensors", "/etc/passwd", "sub/x.safetensors", ".hidden", "nul\0x", "..\\x"]
+)
 def test_an_index_cannot_lead_out_of_the_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(FormatError, match="plain file name"):

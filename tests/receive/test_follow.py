@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from pathlib import Path
@@ -65,7 +64,10 @@ def test_random_versions_over_random_tensors(data: st.DataObject, tmp_path_facto
     extents = st.lists(st.integers(1, 9), max_size=3)
     dtypes = data.draw(
         st.dictionaries(
-            st.text("abc.", min_size=1, max_size=4), st.sampled_from(["BF16", "F32", "I64", "F8_E4M3"]), min_size=1, max_size=4
+            st.text("abc.", min_size=1, max_size=4),
+            st.sampled_from(["BF16", "F32", "I64", "F8_E4M3"]),
+            min_size=1,
+            max_size=4,
         )
     )
     bits = {name: random_bits(rng, dtype, tuple(data.draw(extents))) for name, dtype in dtypes.items()}
@@ -74,7 +76,11 @@ def test_random_versions_over_random_tensors(data: st.DataObject, tmp_path_facto
     for _ in range(data.draw(st.integers(1, 4))):
         ranks: list[list[Slice]] = [[], []]
         for name, old in trainer.bits.items():
-            window = tuple(slice(a, data.draw(st.integers(a + 1, n))) for n in old.shape for a in [data.draw(st.integers(0, n - 1))])
+            window = tuple(
+                slice(a, data.draw(st.integers(a + 1, n)))
+                for n in old.shape
+                for a in [data.draw(st.integers(0, n - 1))]
+            )
             piece = old[window]
             touched = rng.random(piece.shape) < data.draw(st.sampled_from([0.0, 0.3, 1.0]))
             noise = rng.integers(1, 255, piece.shape, dtype=old.dtype)
@@ -132,7 +138,9 @@ def test_pull_stops_at_the_wanted_version_and_never_goes_back(
     for _ in range(4):
         trainer.step(rng)
     seen: list[int] = []
-    checkpoint = pull(str(trainer.root), place, version=2, base=base, on_report=lambda report: seen.append(report.version))
+    checkpoint = pull(
+        str(trainer.root), place, version=2, base=base, on_report=lambda report: seen.append(report.version)
+    )
     assert (checkpoint.version, seen) == (2, [1, 2])
     trainer.assert_at(place, 2)
     assert pull(str(trainer.root), place).version == 4
@@ -148,7 +156,9 @@ def test_the_folder_itself_can_be_the_base(trainer: Trainer, base: Path, rng: np
     trainer.assert_at(base, 1)
 
 
-def test_a_follower_waits_for_the_stream_and_for_versions(tmp_path: Path, place: Path, rng: np.random.Generator) -> None:
+def test_a_follower_waits_for_the_stream_and_for_versions(
+    tmp_path: Path, place: Path, rng: np.random.Generator
+) -> None:
     # F96, F103: what is not there yet is waited for, by polling, not looked for once.
     trainer = small_trainer(tmp_path / "stream")
     checkpoint = LocalCheckpoint(place, base=trainer.checkpoint(tmp_path / "base"))
@@ -164,7 +174,9 @@ def test_a_follower_waits_for_the_stream_and_for_versions(tmp_path: Path, place:
     trainer.assert_at(place, 2)
 
 
-def test_waiting_ends_at_its_deadline_naming_what_is_missing(trainer: Trainer, base: Path, place: Path, tmp_path: Path) -> None:
+def test_waiting_ends_at_its_deadline_naming_what_is_missing(
+    trainer: Trainer, base: Path, place: Path, tmp_path: Path
+) -> None:
     with pytest.raises(DeadlineExceeded, match="wait for the stream to begin") as caught:
         follow_for(tmp_path / "nothing", LocalCheckpoint(place, base=base))
     assert caught.value.peer.endswith("nothing")
@@ -191,7 +203,9 @@ def test_stop_ends_a_follower_that_waits(trainer: Trainer, base: Path, place: Pa
         timer.join()
 
 
-def test_polling_an_idle_stream_costs_one_small_request(trainer: Trainer, base: Path, place: Path, rng: np.random.Generator) -> None:
+def test_polling_an_idle_stream_costs_one_small_request(
+    trainer: Trainer, base: Path, place: Path, rng: np.random.Generator
+) -> None:
     # F107, rule R2
     trainer.step(rng)
     checkpoint = LocalCheckpoint(place, base=base)
@@ -201,7 +215,11 @@ def test_polling_an_idle_stream_costs_one_small_request(trainer: Trainer, base: 
         asked: list[str] = []
         for name in ("get", "stat", "list", "get_range"):
             original = getattr(store, name)
-            setattr(store, name, lambda *a, _name=name, _original=original, **k: (asked.append(_name), _original(*a, **k))[1])
+            setattr(
+                store,
+                name,
+                lambda *a, _name=name, _original=original, **k: (asked.append(_name), _original(*a, **k))[1],
+            )
         with pytest.raises(DeadlineExceeded):
             list(follower.apply_to(checkpoint, timeout_s=0.05))
     assert asked.count("list") == 0
@@ -219,7 +237,7 @@ def test_files_and_mappings_do_not_leak(trainer: Trainer, base: Path, place: Pat
         with checkpoint.reading():
             checkpoint.verify()
         checkpoint.patch(trainer.version)
-        return len(os.listdir("/proc/self/fd"))
+        return len(list(Path("/proc/self/fd").iterdir()))
 
     round_trip()
     counts = [round_trip() for _ in range(5)]
@@ -228,7 +246,9 @@ def test_files_and_mappings_do_not_leak(trainer: Trainer, base: Path, place: Pat
     assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if str(place) in line]
 
 
-def test_what_patch_hands_out_owns_its_bits(trainer: Trainer, base: Path, place: Path, rng: np.random.Generator) -> None:
+def test_what_patch_hands_out_owns_its_bits(
+    trainer: Trainer, base: Path, place: Path, rng: np.random.Generator
+) -> None:
     # F25: an array from version 1 is the same after version 2, and after its file is gone.
     checkpoint = LocalCheckpoint(place, base=base)
     trainer.step(rng)

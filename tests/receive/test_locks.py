@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,6 +15,9 @@ from torch_delta.receive.access import exclusive, share
 from torch_delta.receive.consumers import Consumer, oldest_needed
 from torch_delta.receive.locks import FileLock
 from torch_delta.receive.state import Layout
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture

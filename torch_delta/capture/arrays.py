@@ -19,6 +19,8 @@ import xxhash
 from torch_delta.codec.diff import diff, diff_bf16
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch_delta.capture.source import Bits
 
 SERVING_DTYPES: dict[str, torch.dtype] = {
@@ -145,6 +147,20 @@ def drop_equal(
     if old.device.type == "cpu" and bool(keep.all()):
         return index, old, new
     return index[keep], old[keep], new[keep]
+
+
+def read_flags(flags: Sequence[torch.Tensor | None]) -> list[bool]:
+    """Scalar flags on the host, with one synchronisation per device; None reads as False."""
+    values = [False] * len(flags)
+    places: dict[torch.device, list[int]] = {}
+    for number, flag in enumerate(flags):
+        if flag is not None:
+            places.setdefault(flag.device, []).append(number)
+    for numbers in places.values():
+        stacked = torch.stack([flag for flag in (flags[number] for number in numbers) if flag is not None])
+        for number, value in zip(numbers, stacked.tolist(), strict=True):
+            values[number] = bool(value)
+    return values
 
 
 def fingerprint(bits: torch.Tensor) -> torch.Tensor:

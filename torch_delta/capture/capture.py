@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from torch_delta.capture import arrays
 from torch_delta.capture.attach import bind, gather_digests
 from torch_delta.capture.config import CaptureConfig
 from torch_delta.capture.history import Persistent, Transient
@@ -129,7 +130,10 @@ class Capture:
         self._ledger.commit(token)
 
     def rollback(self, token: int) -> None:
-        """The version of `token` does not exist; the next collect covers it and all later ones. Any thread."""
+        """The version of `token` does not exist; the next collect covers it and all later ones.
+
+        Any thread; where snapshots live on an accelerator, one that works on the training stream.
+        """
         self._ledger.rollback(token)
 
     def regions(self) -> Iterator[Region]:
@@ -271,13 +275,14 @@ class Capture:
 
     def _lost_flags(self) -> list[bool]:
         """Per unit, whether its old bits are lost; one host synchronisation per device."""
-        flags = [
-            keeper.check(is_fresh=self._is_fresh and unit.stepped_by >= 0) if isinstance(keeper, Transient) else None
-            for unit, keeper in self._pairs()
-        ]
-        known = [flag for flag in flags if flag is not None]
-        values = iter(torch.stack(known).tolist() if known else [])
-        return [flag is not None and bool(next(values)) for flag in flags]
+        return arrays.read_flags(
+            [
+                keeper.check(is_fresh=self._is_fresh and unit.stepped_by >= 0)
+                if isinstance(keeper, Transient)
+                else None
+                for unit, keeper in self._pairs()
+            ]
+        )
 
     def _collect_all(self) -> list[str]:
         """File a token's records; returns the units whose old bits were lost."""

@@ -107,12 +107,9 @@ class Ledger:
             for slot, piece in enumerate(unit.pieces)
         ]
         self._order = [(number, slot) for _, _, number, slot in sorted(placed)]
-
-    @property
-    def owned(self) -> tuple[OwnedBox, ...]:
-        """All boxes, ascending by (tensor, offset)."""
         pieces = (self._units[number].pieces[slot] for number, slot in self._order)
-        return tuple(OwnedBox(tensor=piece.tensor, box=piece.box) for piece in pieces)
+        self.owned = tuple(OwnedBox(tensor=piece.tensor, box=piece.box) for piece in pieces)
+        """All boxes, ascending by (tensor, offset)."""
 
     def begin(self) -> None:
         """Open the next token; `take` files under it until `finish` or `abandon`."""
@@ -186,13 +183,16 @@ class Ledger:
 
     def regions(self) -> Iterator[Region]:
         """Bits of every owned box as of the last collect, in `owned` order."""
-        current, bits = -1, np.empty(0, dtype=np.uint8)
+        held: dict[int, Bits] = {}  # fused layouts interleave units: each is read once and let go after its last box
+        left = [len(unit.pieces) for unit in self._units]
         for number, slot in self._order:
             unit = self._units[number]
-            if number != current:
-                current, bits = number, self._host_bits(number)
+            bits = held[number] if number in held else held.setdefault(number, self._host_bits(number))
             piece = unit.pieces[slot]
             part = bits[unit.starts[slot] : unit.starts[slot + 1]].reshape(piece.box.shape)
+            left[number] -= 1
+            if not left[number]:
+                del held[number]
             yield Region(tensor=piece.tensor, box=piece.box, bits=part)
 
     def read(self, tensor: int, box: Box) -> Bits:

@@ -10,3 +10,19 @@
 Elements are unsigned integers of their own width throughout, never floats: -0.0 differs from 0.0 and a NaN equals
 itself (see `bits.py`). The numpy code is the specification; what is compiled is tested to be equal to it.
 """
+
+from torch_delta.codec.change import Change
+from torch_delta.codec.decode import decode_frame
+from torch_delta.codec.digest import digest_array, digest_box, digest_delta, digest_run
+from torch_delta.codec.encode import EncodedPart, encode_changes
+
+__all__ = [
+    "Change",
+    "EncodedPart",
+    "decode_frame",
+    "digest_array",
+    "digest_box",
+    "digest_delta",
+    "digest_run",
+    "encode_changes",
+]

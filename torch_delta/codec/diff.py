@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_delta.codec.bits import Bits, Index, check_bits, flat_chunks, index_dtype
-from torch_delta.codec.kernels import CHANGED, CHANGED_BF16
+from torch_delta.codec.kernels import CHANGED, ROUND_BF16
 
 _CHUNK = 1 << 18
 _FLAGS_PER_WORD = 8
@@ -36,7 +36,10 @@ def diff(old: Bits, new: Bits) -> Index:
     if old.shape != new.shape or old.dtype != new.dtype:
         raise ValueError(f"old is {old.dtype} {old.shape}, new is {new.dtype} {new.shape}; both must be the same")
     kind = index_dtype(old.size)
-    found = [_shifted(_changed(a, b), start, kind) for start, (a, b) in flat_chunks(old, new, max_elements=_CHUNK)]
+    scratch = _scratch(old.size)
+    found = [
+        _shifted(_changed(a, b, scratch), start, kind) for start, (a, b) in flat_chunks(old, new, max_elements=_CHUNK)
+    ]
     return np.concatenate(found) if found else np.empty(0, kind)
 
 
@@ -44,8 +47,9 @@ def nonzero(bits: Bits) -> Index:
     """Positions of the elements that are not zero; `bits` is 1-D and contiguous. Otherwise as `diff`."""
     kind = index_dtype(bits.size)
     zeros = np.zeros(min(bits.size, _CHUNK), bits.dtype)
+    scratch = _scratch(bits.size)
     found = [
-        _shifted(_changed(zeros[: chunk.size], chunk), start, kind)
+        _shifted(_changed(zeros[: chunk.size], chunk, scratch), start, kind)
         for start, (chunk,) in flat_chunks(bits, max_elements=_CHUNK)
     ]
     return np.concatenate(found) if found else np.empty(0, kind)
@@ -71,17 +75,18 @@ def diff_bf16(master: Bits, old: Bits, *, nan_bits: int) -> tuple[Index, Bits]:
     kind = index_dtype(old.size)
     index: list[Index] = [np.empty(0, kind)]
     values: list[Bits] = [np.empty(0, np.uint16)]
-    positions = np.empty(_CHUNK, np.int32)
-    rounded = np.empty(_CHUNK, np.uint16)
+    scratch = _scratch(old.size)
+    rounded = np.empty(min(old.size, _CHUNK), np.uint16)
     for start, (wide, narrow) in flat_chunks(master, old, max_elements=_CHUNK):
-        kernel = CHANGED_BF16.get(wide.size)
+        new = rounded[: wide.size]
+        kernel = ROUND_BF16.get(wide.size)
         if kernel is None:
-            here, there = _changed_bf16_numpy(wide, narrow, nan_bits)
+            _round_bf16_numpy(wide, nan_bits, new)
         else:
-            count = kernel(wide, narrow, nan_bits, positions, rounded)
-            here, there = positions[:count], rounded[:count].copy()
+            kernel(wide, nan_bits, new)
+        here = _changed(narrow, new, scratch)
         index.append(_shifted(here, start, kind))
-        values.append(there)
+        values.append(new[here])
     return np.concatenate(index), np.concatenate(values)
 
 
@@ -91,16 +96,20 @@ def _shifted(positions: _Positions, start: int, kind: np.dtype[Any]) -> Index:
     return moved
 
 
-def _changed(old: Bits, new: Bits) -> _Positions:
-    """Positions that differ in two 1-D contiguous chunks."""
+def _scratch(size: int) -> npt.NDArray[np.int32]:
+    """What `_changed` works in, allocated once per call: fresh pages for every chunk would cost more than the scan."""
+    return np.empty((2, min(size, _CHUNK)), np.int32)
+
+
+def _changed(old: Bits, new: Bits, scratch: npt.NDArray[np.int32]) -> _Positions:
+    """Positions that differ in two 1-D contiguous chunks; may be a view of `scratch`."""
     kernel = CHANGED.get(old.size)
     if kernel is None:
         return _changed_numpy(old, new)
     per_word = 8 // old.itemsize
     whole = old.size - old.size % per_word
-    hit, out = np.empty(whole // per_word, np.int32), np.empty(whole, np.int32)
-    words = old[:whole].view(np.uint64), new[:whole].view(np.uint64)
-    found: _Positions = out[: kernel(*words, per_word, 8 * old.itemsize, hit, out)] if whole else out
+    count = kernel(old[:whole].view(np.uint64), new[:whole].view(np.uint64), per_word, 8 * old.itemsize, *scratch)
+    found: _Positions = scratch[1, :count]
     if whole == old.size:
         return found
     return np.concatenate((found, np.flatnonzero(old[whole:] != new[whole:]) + whole))
@@ -117,10 +126,8 @@ def _changed_numpy(old: Bits, new: Bits) -> _Positions:
     return hit[rows] * _FLAGS_PER_WORD + columns
 
 
-def _changed_bf16_numpy(master: Bits, old: Bits, nan_bits: int) -> tuple[_Positions, Bits]:
-    """The reference of `diff_bf16` for one chunk."""
+def _round_bf16_numpy(master: Bits, nan_bits: int, out: Bits) -> None:
+    """The reference of `ROUND_BF16`."""
     rounded = (master + np.uint32(0x7FFF) + ((master >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     rounded[(master & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)] = nan_bits
-    new = rounded.astype(np.uint16)
-    here = _changed_numpy(old, new)
-    return here, new[here]
+    out[:] = rounded

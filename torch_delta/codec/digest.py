@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _Words = npt.NDArray[np.uint64]
 
 _CHUNK = 1 << 20  # elements copied at once where an input is not contiguous
-_DELTA_CHUNK = 1 << 18  # changed elements per pass: their keys and differences stay in the second cache level
+_DELTA_CHUNK = 1 << 15  # changed elements per pass: differences stay in cache, and no fresh pages are touched
 _NUMPY_CHUNK = 1 << 16  # words per pass of the reference
 
 
@@ -104,11 +104,11 @@ def digest_delta(index: Index, old: Bits, new: Bits) -> Digest:
     total = ZERO
     for at in range(0, index.size, _DELTA_CHUNK):
         part = slice(at, at + _DELTA_CHUNK)
-        where, before, after = index[part].astype(np.int64), old[part], new[part]
+        where, before, after = np.ascontiguousarray(index[part], np.int64), old[part], new[part]
         if old.itemsize == 8:
             where = np.stack((2 * where, 2 * where + 1), axis=1).reshape(-1)
             before, after = _as_words(before), _as_words(after)
-        delta = after.astype(np.uint64) - before.astype(np.uint64)
+        delta = np.ascontiguousarray(after.astype(np.uint64) - before.astype(np.uint64))
         kernel = DIGEST_DELTA.get(where.size)
         if kernel is None:
             total += _delta_numpy(where, delta)

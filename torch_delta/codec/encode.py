@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from torch_delta.codec.encodings import REGISTRY
+from torch_delta.format.encodings import ENCODINGS
 from torch_delta.format.frames import Frame, Slice
 from torch_delta.format.limits import MAX_FRAME_RAW_BYTES
 
@@ -160,5 +161,7 @@ def _framed(entry: Encoding, changes: Sequence[Change], packed: Packed) -> tuple
     slices = []
     for change in changes:
         assert change.increment is not None
-        slices.append(Slice(change.tensor, change.box, change.count, change.increment))
+        # A dense slice also sets the elements that did not change; they add nothing to the increment.
+        count = change.count if ENCODINGS[entry.name].counted else change.box.numel
+        slices.append(Slice(change.tensor, change.box, count, change.increment))
     return Frame(entry.name, tuple(slices), packed.stored_bytes, packed.raw_bytes), packed.payload

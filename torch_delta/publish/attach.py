@@ -12,6 +12,7 @@ from torch_delta.capture.config import CaptureConfig
 from torch_delta.capture.names import as_transformers_model
 from torch_delta.config import PublishConfig
 from torch_delta.errors import BaseMismatch
+from torch_delta.publish import at_exit
 from torch_delta.publish.anchors import AnchorJob
 from torch_delta.publish.base import BaseCheckpoint, open_base
 from torch_delta.publish.coordination import Team, form_team
@@ -177,6 +178,7 @@ def _prepare(
 
 def _start(job: AnchorJob, *, closes_store: bool) -> Publisher:
     publisher = Publisher(open_lineage(job), closes_store=closes_store)
+    at_exit.remember(publisher)
     if job.team.is_coordinator:
         _logger.info("attached to %s at version %d", job.store.url, publisher.version)
     return publisher

@@ -177,7 +177,7 @@ class Committer:
             state_sha256=state_sha256(digests),
             num_changed=sum(part.num_changed for part in parts),
             # Two writers that publish the same changes, or none, must not take each other's commit for their own.
-            info={"writer": "torch_delta", "nonce": new_nonce()},
+            info={"writer": "torch_delta", "step": str(order.step), "nonce": new_nonce()},
         )
         return _Draft(commit=commit, digests=digests, receipts_s=time.perf_counter() - started)
 

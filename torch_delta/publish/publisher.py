@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from torch_delta.capture.source import StepSource
 from torch_delta.errors import DeadlineExceeded, Fenced, TorchDeltaError
+from torch_delta.publish import at_exit
 from torch_delta.publish.anchors import AnchorState, write_anchor
 from torch_delta.publish.committer import Committer
 from torch_delta.publish.inflight import InFlight, Versions
@@ -172,6 +173,7 @@ class Publisher:
         if self._closed:
             return
         self._closed = True
+        at_exit.forget(self)
         self._unhook()
         self._uploader.stop(wait=not len(self._versions))
         if self._committer is not None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from torch_delta.receive.consumers import Consumer
 from torch_delta.receive.follower import Follower
-from torch_delta.receive.local_checkpoint import LocalCheckpoint, VerifyReport
+from torch_delta.receive.local_checkpoint import LocalCheckpoint
 from torch_delta.receive.patches import Patch, PatchSlice
+from torch_delta.receive.prepared import Prepared
 from torch_delta.receive.pulling import pull
-from torch_delta.receive.reports import ApplyReport
-from torch_delta.receive.session import Prepared, Session
+from torch_delta.receive.reports import ApplyReport, VerifyReport
+from torch_delta.receive.session import Session
 
 __all__ = [
     "ApplyReport",

@@ -58,13 +58,13 @@ def needs_recovery(layout: Layout, state: State | None) -> bool:
     """Whether the weight files may be torn; exact for a holder of `weights`, a hint for others."""
     if layout.install.exists() or layout.next.exists():
         return True
-    return state is not None and state.synced_version < state.version and rebooted(state)
+    return state is not None and needs_replay(state)
 
 
-def rebooted(state: State) -> bool:
-    """Whether the page cache that held the newest writes may be gone."""
+def needs_replay(state: State) -> bool:
+    """Whether the page cache that held writes nobody synced may be gone: the machine restarted since."""
     current = boot_id()
-    return not current or current != state.boot_id
+    return state.synced_version < state.version and not state.damage and (not current or current != state.boot_id)
 
 
 class StateReader:
@@ -88,7 +88,7 @@ class StateReader:
         """
         with self._lock:
             try:
-                now = os.stat(self._path)
+                now = self._path.stat()
             except FileNotFoundError:
                 self._drop()
                 return None

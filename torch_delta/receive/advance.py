@@ -24,6 +24,7 @@ from torch_delta.errors import (
 from torch_delta.format.chain import LoadAnchor, plan
 from torch_delta.format.keys import commit_key
 from torch_delta.receive.anchors import load_newest
+from torch_delta.receive.base import copy_base
 from torch_delta.receive.prepare import prepare
 from torch_delta.receive.reports import ApplyReport
 
@@ -92,8 +93,9 @@ class Advance:
             return 0
         if state.stream_id != info.stream_id:
             raise BaseMismatch(
-                f"{checkpoint.path} follows stream {state.stream_id} (version {state.version}), {self._stream.store.url} is "
-                f"stream {info.stream_id}. Use another folder, or remove this one to start again",
+                f"{checkpoint.path} follows stream {state.stream_id} (version {state.version}), "
+                f"{self._stream.store.url} is stream {info.stream_id}. Use another folder, or remove this one to start "
+                "again",
                 path=str(checkpoint.path),
                 expected=state.stream_id,
                 got=info.stream_id,
@@ -126,7 +128,7 @@ class Advance:
             if local is not None or checkpoint.base is None:
                 raise self._with_way_out(error, local) from error
             # Nothing usable here, no anchor to start from: the base is where every stream starts.
-            checkpoint._copy_base(session)
+            copy_base(session, checkpoint.base)
             return self._go(checkpoint, session, self._stand(checkpoint, session), target)
         if anchor is None:  # the commit appeared between two looks
             raise ObjectNotFound(f"{commit_key((local or 0) + 1)} was deleted", key=commit_key((local or 0) + 1))
@@ -165,7 +167,7 @@ class Advance:
     def _around(
         self, checkpoint: LocalCheckpoint, session: Session, target: int, error: TorchDeltaError
     ) -> ApplyReport:
-        """A delta cannot be used: find out whether we are the damaged side, and go on from an anchor if there is one."""
+        """A delta cannot be used: find out whether we are the damaged side; go on from an anchor if there is one."""
         state = session.bound_state()
         at_least = state.version + 1
         if isinstance(error, DigestMismatch):
@@ -178,8 +180,8 @@ class Advance:
         if not anchors:
             if isinstance(error, ObjectNotFound):
                 raise ChainError(
-                    f"{self._stream.store.url}: version {at_least} cannot be read, {error.message}, and there is no later "
-                    f"anchor; this checkpoint stays at version {state.version}. Have the writer publish an anchor",
+                    f"{self._stream.store.url}: version {at_least} cannot be read, {error.message}, and "
+                    f"there is no later anchor; this checkpoint stays at version {state.version}. Have the writer publish an anchor",
                     local_version=state.version,
                     target=target,
                     missing=at_least,

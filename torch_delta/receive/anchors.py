@@ -63,24 +63,11 @@ def load_anchor(session: Session, stream: Stream, anchor: AnchorKey, pool: Threa
         fetched_s = time.perf_counter()
         folder = SafetensorsFolder.open(stage.path)
         check_fit(folder, schema, ())
-        for name, file in manifest.tensor_files.items():
-            if folder.tensors[name].file != file:
-                raise FormatError(
-                    f"{manifest.key}: tensor {name!r} lies in {folder.tensors[name].file}, the manifest says {file} (rule A4)",
-                    rule="A4",
-                    key=manifest.key,
-                )
+        _check_files(manifest, folder)
         with Weights(folder, schema, writable=False) as weights:
             wrong = wrong_tensors(weights, schema, manifest.digests, session.pool)
             full_bytes = weights.size_bytes
-        if wrong:
-            raise DigestMismatch(
-                f"{manifest.key}: {len(wrong)} tensors are not what the manifest says, such as {', '.join(wrong[:10])}",
-                key=manifest.key,
-                tensor=wrong[0],
-                tensors=tuple(wrong),
-                version=manifest.version,
-            )
+        _check_bits(manifest, wrong)
         verified_s = time.perf_counter()
         state = State(
             stream_id=info.stream_id,
@@ -110,6 +97,27 @@ def load_anchor(session: Session, stream: Stream, anchor: AnchorKey, pool: Threa
         apply_s=time.perf_counter() - verified_s,
         wait_s=0.0,
     )
+
+
+def _check_files(manifest: AnchorManifest, folder: SafetensorsFolder) -> None:
+    for name, file in manifest.tensor_files.items():
+        if folder.tensors[name].file != file:
+            raise FormatError(
+                f"{manifest.key}: tensor {name!r} lies in {folder.tensors[name].file}, it says {file} (rule A4)",
+                rule="A4",
+                key=manifest.key,
+            )
+
+
+def _check_bits(manifest: AnchorManifest, wrong: Sequence[str]) -> None:
+    if wrong:
+        raise DigestMismatch(
+            f"{manifest.key}: {len(wrong)} tensors are not what the manifest says, such as {', '.join(wrong[:10])}",
+            key=manifest.key,
+            tensor=wrong[0],
+            tensors=tuple(wrong),
+            version=manifest.version,
+        )
 
 
 def _check_place(stream: Stream, manifest: AnchorManifest) -> str:

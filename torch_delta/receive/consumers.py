@@ -1,12 +1,11 @@
 """Who on this host still needs which absolute patch.
 
 A consumer (an engine that follows the checkpoint) holds a lock on its own file for as long as it lives, so the kernel
-tells a dead one from a slow one: no lease to renew, no pid to guess about, also across containers that share the folder.
+tells a dead one from a slow one: no lease to renew, no pid to guess about, and containers may share the folder.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from typing import TYPE_CHECKING, Self
 
@@ -75,7 +74,7 @@ def oldest_needed(folder: Path) -> int | None:
     """
     lowest: int | None = None
     try:
-        names = sorted(os.listdir(folder))
+        names = sorted(path.name for path in folder.iterdir())
     except FileNotFoundError:
         return None
     for name in names:

@@ -103,7 +103,7 @@ def fetch_to_file(store: Store, wanted: Wanted, target: Path) -> None:
 def _check(wanted: Wanted, size_bytes: int, sha256: str) -> None:
     if size_bytes != wanted.stored_bytes:
         raise FormatError(
-            f"{wanted.key}: {size_bytes} bytes, its manifest says {wanted.stored_bytes}; the object is cut off or replaced",
+            f"{wanted.key}: {size_bytes} bytes, its manifest says {wanted.stored_bytes}; it was cut off or replaced",
             rule="R5",
             key=wanted.key,
             expected=wanted.stored_bytes,

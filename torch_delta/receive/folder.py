@@ -192,6 +192,6 @@ def _location(file: str, name: str, entry: dict[str, object], start: int, file_b
     size_bytes = math.prod(shape) * ITEMSIZE[dtype]
     if begin < 0 or end - begin != size_bytes or start + end > file_bytes:
         raise ValueError(
-            f"tensor {name!r} of {size_bytes} bytes claims bytes {begin} to {end} of {file_bytes - start}; is the file cut off?"
+            f"tensor {name!r} of {size_bytes} bytes claims bytes {begin} to {end} of {file_bytes - start}; cut off?"
         )
     return TensorLocation(file, start + begin, dtype, tuple(shape), size_bytes)

@@ -7,24 +7,24 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from torch_delta.errors import ChainError, CheckpointBusy, StoreUnavailable
 from torch_delta.format.schema import Schema
 from torch_delta.receive.access import StateReader, needs_recovery, share
-from torch_delta.receive.base import resolve_base
+from torch_delta.receive.base import fill
 from torch_delta.receive.consumers import Consumer
 from torch_delta.receive.diskio import local_io
-from torch_delta.receive.folder import SafetensorsFolder, weight_files
-from torch_delta.receive.install import Stage, has_leftovers
+from torch_delta.receive.folder import SafetensorsFolder
+from torch_delta.receive.install import has_leftovers
 from torch_delta.receive.locks import FileLock
 from torch_delta.receive.patches import Patch, open_patch
 from torch_delta.receive.proofs import check_damage, check_fit, check_rest, wrong_tensors
 from torch_delta.receive.recovery import recover
-from torch_delta.receive.session import Prepared, Session
-from torch_delta.receive.state import HIDDEN, Layout, State, unbound_state
+from torch_delta.receive.reports import VerifyReport
+from torch_delta.receive.session import Session
+from torch_delta.receive.state import Layout, State
 from torch_delta.receive.weights import Weights
 
 if TYPE_CHECKING:
@@ -32,23 +32,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torch_delta.format.digest import Digest
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyReport:
-    """What `LocalCheckpoint.verify` looked at, all of it right.
-
-    Attributes:
-        version: of the checkpoint.
-        num_tensors: that were checked.
-        size_bytes: that were read and digested; 0 for a quick check.
-        seconds: it took.
-    """
-
-    version: int
-    num_tensors: int
-    size_bytes: int
-    seconds: float
+    from torch_delta.receive.prepared import Prepared
 
 
 class LocalCheckpoint:
@@ -278,49 +262,13 @@ class LocalCheckpoint:
             )
             try:
                 recover(session)
-                self._fill(session)
+                fill(session, self.base)
                 yield session
             finally:
                 with self._weights_lock:
                     self._weights = session.close()
         finally:
             lock.release()
-
-    def _fill(self, session: Session) -> None:
-        """Give an empty checkpoint its first files, from the base or from what lies at `path` already."""
-        if session.state is not None:
-            return
-        present = weight_files(self.path)
-        if self.base is None:
-            if present:
-                SafetensorsFolder.open(self.path)  # refuses what could not be patched later
-                session.adopt()
-            return
-        foreign = [entry.name for entry in self.path.iterdir() if entry.name != HIDDEN]
-        if foreign:
-            raise StoreUnavailable(
-                f"{self.path} is not empty ({', '.join(sorted(foreign)[:5])}) and no checkpoint of ours; choose an empty "
-                "folder, or leave base out to take the weights that lie there",
-                path=str(self.path),
-                operation="copy base",
-            )
-        self._copy_base(session)
-
-    def _copy_base(self, session: Session) -> None:
-        """Put a fresh copy of the base in place, whatever was there."""
-        assert self.base is not None
-        source = resolve_base(self.base)
-        SafetensorsFolder.open(source)  # refuses what could not be patched, before gigabytes are copied
-        with _still(source, self.timeout_s):
-            stage = Stage(self._layout)
-            try:
-                stage.copy_base(source)
-                session.install(stage, unbound_state(shared_extents=stage.shared_extents), None)
-            except BaseException:
-                # Once the move is recorded it must be finished, by whoever opens the checkpoint next.
-                if not self._layout.install.exists():
-                    stage.discard()
-                raise
 
     def apply(self, prepared: Prepared, *, timeout_s: float | None = None) -> None:
         """Write one prepared version; see `Session.apply`. `Follower.apply_to` does this and everything before it."""
@@ -345,16 +293,3 @@ class LocalCheckpoint:
 
     def __repr__(self) -> str:
         return f"LocalCheckpoint({str(self.path)!r}, version={self.version})"
-
-
-@contextlib.contextmanager
-def _still(base: Path, timeout_s: float) -> Iterator[None]:
-    """Hold a base still that is itself a working copy."""
-    if not (base / HIDDEN).is_dir():
-        yield
-        return
-    lock = share(Layout(base), timeout_s)
-    try:
-        yield
-    finally:
-        lock.release()

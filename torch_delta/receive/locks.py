@@ -10,6 +10,7 @@ ask for (F79): otherwise a worker started by `fork` would hold its parent's lock
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from torch_delta.errors import CheckpointBusy, DeadlineExceeded, StoreUnavailable
 
+_HOLDER_BYTES = 240
 _FIRST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.05
 
@@ -90,7 +92,7 @@ class FileLock:
             if time.monotonic() >= deadline:
                 holder = holder_of(self.path)
                 busy = CheckpointBusy(
-                    f"{self.path.parent.parent} is held by {holder}, wanted here to {self.purpose}; wait for it or stop it",
+                    f"{self.path.parent.parent} is held by {holder}, wanted here to {self.purpose}; wait or stop it",
                     path=str(self.path.parent.parent),
                     holder=holder,
                 )
@@ -125,7 +127,7 @@ class FileLock:
 
 
 def _install_fork_hook() -> None:
-    global _fork_hook_installed
+    global _fork_hook_installed  # noqa: PLW0603  a fork hook cannot be removed, so once per process
     if not _fork_hook_installed:
         _fork_hook_installed = True
         os.register_at_fork(after_in_child=_drop_inherited)
@@ -151,18 +153,18 @@ def _open(path: Path) -> int:
 
 
 def _write_holder(fd: int, purpose: str) -> None:
-    try:
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()} ({purpose})".encode(), 0)
-    except OSError:
-        pass  # a full disk or a read-only descriptor costs the name in somebody's message, not the lock
+    text = f"process {os.getpid()} on {socket.gethostname()} ({purpose})".encode()
+    # Padded instead of truncated: ext4 flushes a file to disk on close when it was truncated and written again. A full
+    # disk or a read-only descriptor costs the name in somebody's message, not the lock.
+    with contextlib.suppress(OSError):
+        os.pwrite(fd, text[:_HOLDER_BYTES].ljust(_HOLDER_BYTES), 0)
 
 
 def holder_of(path: Path) -> str:
     """Who holds the lock file at `path`: the exclusive holder's own words, or the pids the kernel lists."""
     try:
         pids = _kernel_holders(path)
-        text = path.read_bytes()[:200].decode(errors="replace")
+        text = path.read_bytes()[:_HOLDER_BYTES].decode(errors="replace").strip()
     except OSError:
         return "an unknown process"
     if text and (not pids or any(f"process {pid} " in text for pid in pids)):

@@ -1,8 +1,8 @@
 """Absolute patches: what one version sets, as an ordinary part file with `coo` and `dense` slices only.
 
 They are the redo log of the working copy and what engines of this host write into their live parameters. How many
-elements each slice sets is known before anything is decoded, so the file is laid out first and filled from any number of
-threads; memory is that of the frames being decoded, however large the version.
+elements each slice sets is known before anything is decoded, so the file is laid out first and filled from any number
+of threads; memory is that of the frames being decoded, however large the version.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from torch_delta.format.frames import Frame, check_slices_disjoint
 from torch_delta.format.part import Part, parse_part
 from torch_delta.receive.fetch import Wanted, fetch_all
 from torch_delta.receive.patches import PatchWriter, file_hash
-from torch_delta.receive.session import Prepared, Session
+from torch_delta.receive.prepared import Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from torch_delta.format.commit import Commit
     from torch_delta.format.schema import Schema
+    from torch_delta.receive.session import Session
     from torch_delta.receive.state import State
     from torch_delta.store import Store
     from torch_delta.stream import StoredCommit

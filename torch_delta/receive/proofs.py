@@ -30,8 +30,8 @@ def check_fit(folder: SafetensorsFolder, schema: Schema, allow_extra: Collection
     if differences:
         raise BaseMismatch(
             f"{folder.path} does not hold the tensors of the stream ({len(differences)} differ): "
-            f"{'; '.join(differences[:_NAMES_SHOWN])}. Use the base the stream was made from, or no base to start from an "
-            "anchor; tensors that the stream rightly does not know can be named in allow_extra",
+            f"{'; '.join(differences[:_NAMES_SHOWN])}. Use the base the stream was made from, or no base to start from "
+            "an anchor; tensors that the stream rightly does not know can be named in allow_extra",
             path=str(folder.path),
             tensors=tuple(line.partition(":")[0] for line in differences),
         )
@@ -55,9 +55,9 @@ def check_base(root: Path, stream_id: str, wrong: Sequence[str], num_tensors: in
     """BaseMismatch for a non-empty list of tensors."""
     if wrong:
         raise BaseMismatch(
-            f"{root} is not the base of stream {stream_id}: {len(wrong)} of {num_tensors} tensors have other bits, such as "
-            f"{', '.join(wrong[:_NAMES_SHOWN])}. Use the base the stream was made from, or no base in an empty folder to "
-            "start from an anchor",
+            f"{root} is not the base of stream {stream_id}: {len(wrong)} of {num_tensors} tensors have other bits, "
+            f"such as {', '.join(wrong[:_NAMES_SHOWN])}. Use the base the stream was made from, or no base in an empty "
+            "folder to start from an anchor",
             path=str(root),
             tensors=tuple(wrong),
         )
@@ -68,8 +68,8 @@ def check_rest(root: Path, state: State, wrong: Sequence[str]) -> None:
     if wrong:
         raise DigestMismatch(
             f"{root}: {len(wrong)} tensors at rest are not version {state.version}, such as "
-            f"{', '.join(wrong[:_NAMES_SHOWN])}; something else changed the files. A follower heals this from an anchor or "
-            "the base",
+            f"{', '.join(wrong[:_NAMES_SHOWN])}; something else changed the files. A follower heals this from an "
+            "anchor or the base",
             path=str(root),
             tensors=tuple(wrong),
             tensor=wrong[0],
@@ -81,8 +81,8 @@ def check_damage(root: Path, state: State) -> None:
     """DigestMismatch for a checkpoint whose state says that its weights are damaged."""
     if state.damage:
         raise DigestMismatch(
-            f"{root} cannot be used: {state.damage}. A follower heals this from an anchor or the base; else start in an "
-            "empty folder",
+            f"{root} cannot be used: {state.damage}. A follower heals this from an anchor or the base; else start in "
+            "an empty folder",
             path=str(root),
             version=state.version,
             damage=state.damage,

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from torch_delta.errors import BaseMismatch, DigestMismatch, FormatError
-from torch_delta.receive.access import exclusive, rebooted
+from torch_delta.receive.access import exclusive, needs_replay
 from torch_delta.receive.diskio import local_io
 from torch_delta.receive.install import finish_install, sweep
 from torch_delta.receive.patches import file_hash, open_patch
@@ -14,6 +14,7 @@ from torch_delta.receive.retention import drop_patches_above
 from torch_delta.receive.state import State
 
 if TYPE_CHECKING:
+    from torch_delta.receive.patches import Patch
     from torch_delta.receive.session import Session
 
 logger = logging.getLogger("torch_delta")
@@ -31,7 +32,7 @@ def recover(session: Session) -> None:
     state = session.state
     if state is None:
         return
-    if state.synced_version < state.version and rebooted(state) and not state.damage:
+    if needs_replay(state):
         _replay(session, state)
     drop_patches_above(layout, state.version)
 
@@ -42,10 +43,7 @@ def _finish_version(session: Session) -> None:
     try:
         with local_io(layout.root, "finish a half-written version"):
             target = State.from_bytes(layout.next.read_bytes(), layout.next)
-            path = layout.patch(target.version)
-            if not path.exists() or file_hash(path) != target.patch_hash:
-                raise FormatError(f"{path}: not the patch that {layout.next.name} names", key=path.name)
-            patch = open_patch(path, session.schema)
+            patch = _open_patch(session, target.version, target.patch_hash)
             with exclusive(layout, session.timeout_s):
                 session.write(patch)
                 layout.next.replace(layout.state)
@@ -62,11 +60,18 @@ def _replay(session: Session, state: State) -> None:
     try:
         with local_io(layout.root, "write versions again"), exclusive(layout, session.timeout_s):
             for version in range(state.synced_version + 1, state.version + 1):
-                if not layout.patch(version).exists():
-                    raise FormatError(f"the patch of version {version} is gone", key=layout.patch(version).name)
-                session.write(open_patch(layout.patch(version), session.schema))
+                session.write(_open_patch(session, version))
         session.verify_full()
     except (FormatError, BaseMismatch, DigestMismatch) as error:
         session.mark_damaged(f"the machine restarted and the redo log does not lead back: {error}")
     else:
         session.sync()
+
+
+def _open_patch(session: Session, version: int, expected_hash: str | None = None) -> Patch:
+    path = session.layout.patch(version)
+    if not path.exists():
+        raise FormatError(f"{path}: the patch of version {version} is gone", key=path.name)
+    if expected_hash is not None and file_hash(path) != expected_hash:
+        raise FormatError(f"{path}: not the patch that was journalled", key=path.name)
+    return open_patch(path, session.schema)

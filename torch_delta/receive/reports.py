@@ -15,7 +15,7 @@ class ApplyReport:
     from_version: int | None
     """The version it was at before; None if it held nothing that was usable."""
     kind: Literal["delta", "anchor", "shared"]
-    """One delta applied, an anchor loaded, or another process of this host did the work (then bytes and seconds are 0)."""
+    """One delta applied, an anchor loaded, or another process of this host did it (then bytes and seconds are 0)."""
     num_changed: int
     """Elements the delta set; all elements for an anchor."""
     stored_bytes: int
@@ -42,3 +42,34 @@ class ApplyReport:
     def times_smaller(self) -> float:
         """Full copy over fetched bytes; infinite when nothing was fetched."""
         return self.full_bytes / self.stored_bytes if self.stored_bytes else float("inf")
+
+
+def shared(before: int, now: int) -> ApplyReport:
+    """The report when another process of this host did the work."""
+    return ApplyReport(
+        version=now,
+        from_version=before,
+        kind="shared",
+        num_changed=0,
+        stored_bytes=0,
+        full_bytes=0,
+        fetch_s=0.0,
+        decode_s=0.0,
+        verify_s=0.0,
+        apply_s=0.0,
+        wait_s=0.0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyReport:
+    """What `LocalCheckpoint.verify` looked at, all of it right."""
+
+    version: int
+    """Of the checkpoint."""
+    num_tensors: int
+    """That were checked."""
+    size_bytes: int
+    """That were read and digested; 0 for a quick check."""
+    seconds: float
+    """It took."""

@@ -15,11 +15,11 @@ The weight files themselves are not synced per version: patches since the last s
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch_delta.crashpoints import reach
@@ -36,37 +36,16 @@ from torch_delta.receive.weights import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
-    from pathlib import Path
 
     from torch_delta.format.digest import Digest
     from torch_delta.receive.install import Stage
+    from torch_delta.receive.prepared import Prepared
 
 logger = logging.getLogger("torch_delta")
 
 _PAGE_BYTES = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """One version decoded and proved, ready to be written. Nothing of the checkpoint has changed yet.
-
-    Attributes:
-        version: it leads to.
-        parent_sha256: of the commit it may be applied on.
-        commit_sha256: of its own commit.
-        digests: of all tensors at `version`, in schema order.
-        patch: file in the checkpoint's `tmp/` folder with the absolute values, not yet synced.
-        patch_hash: of that file, see `patches.file_hash`.
-        num_changed: elements it sets.
-    """
-
-    version: int
-    parent_sha256: str
-    commit_sha256: str
-    digests: tuple[Digest, ...]
-    patch: Path
-    patch_hash: str
-    num_changed: int
+_FEWEST_FOR_THREADS = 1 << 16
+_LEAST_BUDGET_BYTES = 16 << 20
 
 
 class Session:
@@ -77,7 +56,8 @@ class Session:
         states: the checkpoint's state reader.
         weights: mapping kept from an earlier session of this process, or None.
         allow_extra: names of tensors that the folder may hold although the stream does not know them.
-        patch_budget_bytes: most that patches kept for consumers alone may take, or None for the size of the weights.
+        patch_budget_bytes: most that patches kept for consumers alone may take, or None for the size of the weights (at
+            least 16 MiB).
         timeout_s: for readers to leave.
 
     Attributes:
@@ -131,7 +111,7 @@ class Session:
             FormatError: the stored copy is damaged.
         """
         state = self.state
-        assert state is not None and state.stream_id, "an unbound checkpoint has no schema"
+        assert state is not None, "an empty checkpoint has no schema"
         if self._schema is None or self._schema.id != state.schema_id:
             self._schema = Schema.from_bytes(self.layout.schema.read_bytes(), schema_id=state.schema_id)
         return self._schema
@@ -256,11 +236,16 @@ class Session:
 
     def write(self, patch: Patch, weights: Weights | None = None) -> None:
         """Set the values of a patch in the weight files; the caller keeps readers out."""
-        weights = self.weights if weights is None else weights
-        for tensor, slices in patch.items():
-            for box, index, value in slices:
-                weights.overwrite(tensor, box, index, value)
+        into = self.weights if weights is None else weights
+
+        def write_tensor(tensor: int) -> None:
+            for box, positions, value in patch[tensor]:
+                into.overwrite(tensor, box, positions, value)
             reach("receive.tensor_written")
+
+        # Every page that is written faults once, in the kernel and without the GIL: threads share that.
+        run = map if patch.num_changed < _FEWEST_FOR_THREADS else self.pool.map
+        collections.deque(run(write_tensor, patch), maxlen=0)
 
     def _check_room(self, state: State, patch: Patch) -> None:
         """Writing to a cloned file takes blocks, and a mapped write that finds none kills the process."""
@@ -271,8 +256,8 @@ class Session:
         free = room.f_bavail * room.f_frsize
         if free < needed:
             raise StoreUnavailable(
-                f"{self.layout.root}: {free} bytes free, version {patch.version} needs up to {needed} (the weights share "
-                "blocks with their base); free some space and run the same call again",
+                f"{self.layout.root}: {free} bytes free, version {patch.version} needs up to {needed} (the weights "
+                "share blocks with their base); free some space and run the same call again",
                 path=str(self.layout.root),
                 operation="write weights",
             )
@@ -288,7 +273,7 @@ class Session:
             kept,
             version=state.version,
             synced_version=state.synced_version,
-            budget_bytes=self.weights.size_bytes if budget is None else budget,
+            budget_bytes=max(self.weights.size_bytes, _LEAST_BUDGET_BYTES) if budget is None else budget,
         )
 
     def sync(self) -> None:

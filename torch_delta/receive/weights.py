@@ -96,7 +96,7 @@ class Weights:
     def is_current(self) -> bool:
         """Whether the mapped files are still the ones in the folder (an anchor replaces them)."""
         try:
-            return all(os.path.samestat(stat, os.stat(self.folder.path / file)) for file, stat in self._stats.items())
+            return all(os.path.samestat(stat, (self.folder.path / file).stat()) for file, stat in self._stats.items())
         except FileNotFoundError:
             return False
 

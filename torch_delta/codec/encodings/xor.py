@@ -112,7 +112,7 @@ class Xor:
             raise DigestMismatch(
                 f"{key}: the old bits of {names[0]!r}{f' or {len(names) - 1} more tensors' if names[1:] else ''} here "
                 f"are not the ones the delta was made from (base check {check}, expected {expected}); nothing was "
-                "written. Start again from an anchor or a fresh copy of the base",
+                "written. Start again from an anchor or a fresh copy of the base (rule E6)",
                 tensor=names[0],
                 tensors=names,
                 key=key,
