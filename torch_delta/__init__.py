@@ -1,7 +1,7 @@
 """torch_delta: ship exactly the weights an optimizer step changed, from every rank, through any bucket.
 
-    publisher = torch_delta.attach(optimizer, model, "s3://bucket/run", base="Qwen/Qwen3-8B")   # in the trainer, every rank
-    for report in torch_delta.Follower("s3://bucket/run").apply_to(checkpoint): ...             # where tokens are made
+    publisher = torch_delta.attach(optimizer, model, "/shared/run", base="Qwen/Qwen3-8B")   # in the trainer, every rank
+    for report in torch_delta.Follower("/shared/run").apply_to(checkpoint): ...             # where tokens are made
 
 Importing this package does nothing: each public name below loads its subpackage on first use (PEP 562), so a follower
 never imports torch.distributed and nothing imports vllm, obstore or numba unasked.

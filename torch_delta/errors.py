@@ -22,8 +22,10 @@ an anchor or a fresh copy of the base) or ``"stop"`` (a person must change somet
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 Action = Literal["retry", "resync", "stop"]
 

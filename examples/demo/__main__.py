@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import time
@@ -30,7 +31,8 @@ def main(out: Path, num_steps: int) -> int:
     if found:
         print("DIFFERENT", *found, sep="\n  ")
         return 1
-    print(f"EXACT   ({time.monotonic() - started:.0f} s)\n\nthe stream stays: torch-delta log {out / 'stream'}")
+    tool = os.path.relpath(Path(sys.executable).with_name("torch-delta"))
+    print(f"EXACT   ({time.monotonic() - started:.0f} s)\n\nto look at the stream: {tool} log {out / 'stream'}")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,7 +19,6 @@ from torch_delta.format.sealed import seal, sha256_hex
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 COMMIT_2 = "commits/00000000000000000002.json"
 COMMIT_4 = "commits/00000000000000000004.json"
@@ -58,6 +58,14 @@ def test_a_whole_stream(maker: StreamMaker, capsys: pytest.CaptureFixture[str]) 
     objects = [path for folder in ("parts", "anchors") for path in (maker.root / folder).glob("*/*")]
     assert record["checked_bytes"] == sum(path.stat().st_size for path in objects)
     assert (record["problems"], record["unproved"], record["num_unreferenced"]) == ([], [], 0)
+
+
+def test_the_golden_stream(capsys: pytest.CaptureFixture[str]) -> None:
+    """Written by another program than the helpers of these tests, with every encoding and a tied tensor."""
+    golden = Path(__file__).resolve().parents[1] / "golden" / "stream-v1"
+    assert main(["verify", str(golden), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["first"], record["last"], record["problems"], record["unproved"]) == (1, 3, [], [])
 
 
 def test_a_whole_stream_in_words(maker: StreamMaker, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,4 +80,7 @@ def test_imports_point_downwards(path: Path) -> None:
 
 def test_the_check_can_fail() -> None:
     assert violations("format", {"torch_delta.codec.digest"}) == ["format imports torch_delta.codec.digest"]
-    assert violations("receive", {"torch_delta.publish", "torch"}) == ["receive imports torch", "receive imports torch_delta.publish"]
+    assert violations("receive", {"torch_delta.publish", "torch"}) == [
+        "receive imports torch",
+        "receive imports torch_delta.publish",
+    ]

@@ -201,7 +201,7 @@ def test_a_stream_of_the_future(trainer: Trainer, base: Path, place: Path) -> No
     import json
 
     trainer.put("stream.json", sealed({**json.loads(stored), "format_version": [2, 0]}))
-    with pytest.raises(UnsupportedFormat, match="2.0"):
+    with pytest.raises(UnsupportedFormat, match=r"2\.0"):
         pull(str(trainer.root), place, base=base)
 
 
@@ -429,6 +429,17 @@ def rot(checkpoint: LocalCheckpoint, name: str) -> None:
     with path.open("r+b") as stream:
         stream.seek(at)
         stream.write(bytes([data[at] ^ 1]))
+
+
+@pytest.mark.parametrize("name", ["state.json", "schema.json"])
+def test_a_damaged_record_of_the_checkpoint_itself(trainer: Trainer, checkpoint: LocalCheckpoint, name: str) -> None:
+    path = checkpoint.path / ".torch_delta" / name
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(FormatError, match="damaged"):
+        LocalCheckpoint(checkpoint.path).verify()
+    trainer.anchor()
+    pull(str(trainer.root), checkpoint.path.with_name("fresh"))
+    trainer.assert_at(checkpoint.path.with_name("fresh"), 1)
 
 
 def test_verify_finds_a_flipped_byte_and_names_its_tensor(checkpoint: LocalCheckpoint) -> None:

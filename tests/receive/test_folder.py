@@ -110,7 +110,7 @@ def test_a_damaged_header_is_refused(tmp_path: Path, data: bytes, message: str) 
 
 
 def test_no_weights_and_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="no \\*.safetensors"):
+    with pytest.raises(FormatError, match=r"no \*\.safetensors"):
         SafetensorsFolder.open(tmp_path)
     with pytest.raises(StoreUnavailable, match="cannot list"):
         SafetensorsFolder.open(tmp_path / "gone")

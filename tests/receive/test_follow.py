@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.receive.handmade import Slice, Trainer, random_bits, read_folder, small_trainer
-from torch_delta.errors import ChainError, DeadlineExceeded
-from torch_delta.receive import Follower, LocalCheckpoint, pull
+from torch_delta.errors import ChainError, DeadlineExceeded, FormatError, StoreUnavailable
+from torch_delta.receive import Follower, LocalCheckpoint, fetch, pull
 from torch_delta.store import open_store
+from torch_delta.testing.faults import Fault, FaultyStore, fail_before
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "stream-v1"
 
@@ -227,6 +228,60 @@ def test_polling_an_idle_stream_costs_one_small_request(
     assert asked.count("get") + asked.count("get_range") <= 2 + asked.count("stat") // 4
 
 
+def test_large_versions_pass_through_unnamed_files(
+    trainer: Trainer, base: Path, place: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "_IN_MEMORY_BYTES", 100)
+    monkeypatch.setattr(fetch, "_BLOCK_BYTES", 1000)
+    checkpoint = LocalCheckpoint(place, base=base)
+    for version in (1, 2):
+        trainer.step(rng)
+        follow(trainer, checkpoint)
+        trainer.assert_at(place, version)
+    trainer.step(rng)
+    part = next(trainer.root.glob(f"parts/{3:020d}/*"))
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+    with pytest.raises(FormatError, match="sha256"):  # rule R5
+        follow(trainer, checkpoint)
+    assert list((place / ".torch_delta" / "tmp").iterdir()) == []
+    trainer.assert_at(place, 2)
+
+
+def test_a_store_that_does_not_answer_is_asked_again(
+    trainer: Trainer, base: Path, place: Path, rng: np.random.Generator
+) -> None:
+    # F78: no answer is not "nothing new"
+    checkpoint = LocalCheckpoint(place, base=base)
+    trainer.step(rng)
+    faults = [
+        Fault("stat", "commits/*", effect=fail_before()),
+        Fault("get", "head.json", effect=fail_before()),
+        Fault("get", "parts/*", effect=fail_before()),
+        Fault("get", "commits/*", effect=fail_before()),
+    ]
+    store = FaultyStore(open_store(str(trainer.root)), faults)
+    with Follower(store, poll_interval_s=0.001) as follower:
+        assert [report.version for report in follower.apply_to(checkpoint, until="head", timeout_s=30)] == [1]
+    store.assert_fired()
+    trainer.assert_at(place, 1)
+
+
+def test_a_store_that_never_answers_is_an_error_in_time(
+    trainer: Trainer, base: Path, place: Path, rng: np.random.Generator
+) -> None:
+    checkpoint = LocalCheckpoint(place, base=base)
+    trainer.step(rng)
+    always = [Fault("get", "parts/*", nth=nth, effect=fail_before()) for nth in range(1, 200)]
+    store = FaultyStore(open_store(str(trainer.root)), always)
+    with Follower(store, poll_interval_s=0.01, most_poll_interval_s=0.02, retry_s=0.1) as follower:
+        with pytest.raises(DeadlineExceeded, match="read the stream") as caught:
+            list(follower.apply_to(checkpoint, until="head", timeout_s=30))
+    assert isinstance(caught.value.__cause__, StoreUnavailable)
+    trainer.assert_at(place, 0)
+
+
 def test_files_and_mappings_do_not_leak(trainer: Trainer, base: Path, place: Path, rng: np.random.Generator) -> None:
     # F93
     checkpoint = LocalCheckpoint(place, base=base)
@@ -243,7 +298,9 @@ def test_files_and_mappings_do_not_leak(trainer: Trainer, base: Path, place: Pat
     counts = [round_trip() for _ in range(5)]
     assert counts[-1] <= counts[0]
     checkpoint.close()
-    assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if str(place) in line]
+    mapped = Path("/proc/self/maps").read_text()
+    assert str(place) not in mapped
+    assert str(base) not in mapped  # F82: a base may lie on a network file system and is only read
 
 
 def test_what_patch_hands_out_owns_its_bits(

@@ -16,6 +16,8 @@ from tests.receive.handmade import Trainer, read_folder, small_trainer
 from torch_delta import crashpoints
 from torch_delta.errors import CheckpointBusy, DeadlineExceeded
 from torch_delta.receive import Follower, LocalCheckpoint
+from torch_delta.receive.access import exclusive
+from torch_delta.receive.state import Layout
 
 FOLLOW = """
 import json, sys
@@ -206,12 +208,8 @@ def test_a_consumer_finds_the_patches_between_its_version_and_the_checkpoints(
 def test_copying_a_working_copy_holds_it_still(trainer: Trainer, base: Path, place: Path, tmp_path: Path) -> None:
     # A working copy may itself be somebody's base: its hidden folder stays behind, and a writer cannot tear the copy.
     first = LocalCheckpoint(place, base=base)
-    with first.writing(), pytest.raises(DeadlineExceeded):
-        from torch_delta.receive.access import exclusive
-        from torch_delta.receive.state import Layout
-
-        with exclusive(Layout(place), 1):
-            LocalCheckpoint(tmp_path / "second", base=place, timeout_s=0.05)
+    with first.writing(), exclusive(Layout(place), 1), pytest.raises(DeadlineExceeded):
+        LocalCheckpoint(tmp_path / "second", base=place, timeout_s=0.05)
     LocalCheckpoint(tmp_path / "second", base=place)
     trainer.assert_at(tmp_path / "second", 0)
 

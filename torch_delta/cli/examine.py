@@ -30,10 +30,10 @@ def claimed_version(folder: Path, stream_id: str) -> int | None:
     """
     if not (folder / HIDDEN).is_dir():
         return None
-    checkpoint = LocalCheckpoint(folder)
-    if checkpoint.stream_id not in {None, stream_id}:
-        raise BaseMismatch(f"{folder} follows stream {checkpoint.stream_id}, this one is {stream_id}", tensors=())
-    return checkpoint.version
+    with LocalCheckpoint(folder) as checkpoint:
+        if checkpoint.stream_id not in {None, stream_id}:
+            raise BaseMismatch(f"{folder} follows stream {checkpoint.stream_id}, this one is {stream_id}", tensors=())
+        return checkpoint.version
 
 
 def examine(folder: Path, schema: Schema, proof: Proof, claimed: int | None, output: Output) -> dict[str, Any]:
@@ -83,5 +83,6 @@ def _held_still(folder: Path) -> Iterator[None]:
     """Keep followers of this host from writing to the folder meanwhile, if it is one that they write to."""
     with contextlib.ExitStack() as stack:
         if (folder / HIDDEN).is_dir():
-            stack.enter_context(LocalCheckpoint(folder).reading())
+            checkpoint = stack.enter_context(LocalCheckpoint(folder))
+            stack.enter_context(checkpoint.reading())
         yield

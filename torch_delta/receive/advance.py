@@ -181,7 +181,8 @@ class Advance:
             if isinstance(error, ObjectNotFound):
                 raise ChainError(
                     f"{self._stream.store.url}: version {at_least} cannot be read, {error.message}, and "
-                    f"there is no later anchor; this checkpoint stays at version {state.version}. Have the writer publish an anchor",
+                    f"there is no later anchor; this checkpoint stays at version {state.version}. Have the writer "
+                    "publish an anchor",
                     local_version=state.version,
                     target=target,
                     missing=at_least,

@@ -68,8 +68,8 @@ def fill(session: Session, base: str | os.PathLike[str] | None) -> None:
     foreign = sorted(entry.name for entry in root.iterdir() if entry.name != HIDDEN)
     if foreign:
         raise StoreUnavailable(
-            f"{root} is not empty ({', '.join(foreign[:5])}) and no checkpoint of ours; choose an empty folder, or leave "
-            "base out to take the weights that lie there",
+            f"{root} is not empty ({', '.join(foreign[:5])}) and no checkpoint of ours; choose an empty folder, or "
+            "leave base out to take the weights that lie there",
             path=str(root),
             operation="copy base",
         )

@@ -44,6 +44,20 @@ def local_io(path: Path, operation: str) -> Iterator[None]:
         ) from error
 
 
+def check_room(path: Path, needed_bytes: int) -> None:
+    """StoreUnavailable unless the file system of `path` has that much room for this user."""
+    room = os.statvfs(path)
+    free_bytes = room.f_bavail * room.f_frsize
+    if free_bytes < needed_bytes:
+        raise StoreUnavailable(
+            f"{path}: {free_bytes} bytes free, up to {needed_bytes} are needed; free some space and run the same call again",
+            path=str(path),
+            operation="write weights",
+            expected=needed_bytes,
+            got=free_bytes,
+        )
+
+
 def sync_dir(path: Path) -> None:
     """Make names created, renamed or removed in `path` survive a power cut."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

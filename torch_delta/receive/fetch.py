@@ -1,7 +1,7 @@
 """Bringing stored objects to this host, proved to be the bytes that their manifest names.
 
-Length and sha256 are checked before anybody parses a byte. Small objects stay in memory; large ones are written to an
-unnamed local file in blocks and mapped from there, so that a part of many gigabytes costs its blocks and no more.
+Length and sha256 are checked before anybody parses a byte. Small versions stay in memory; the parts of large ones are
+written to unnamed local files in blocks and mapped from there, so that many gigabytes cost a few blocks and no more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch_delta.store import Store
 
-_IN_MEMORY_BYTES = 64 << 20
+_IN_MEMORY_BYTES = 256 << 20  # of one version together
 _BLOCK_BYTES = 8 << 20
 
 
@@ -41,7 +41,8 @@ def fetch_all(store: Store, wanted: Sequence[Wanted], scratch: Path, pool: Threa
 
     When one fails, those not yet begun are cancelled and the first error is raised.
     """
-    futures = [pool.submit(fetch, store, item, scratch) for item in wanted]
+    in_memory = sum(item.stored_bytes for item in wanted) <= _IN_MEMORY_BYTES
+    futures = [pool.submit(fetch, store, item, None if in_memory else scratch) for item in wanted]
     try:
         return [future.result() for future in futures]
     except BaseException:
@@ -50,20 +51,20 @@ def fetch_all(store: Store, wanted: Sequence[Wanted], scratch: Path, pool: Threa
         raise
 
 
-def fetch(store: Store, wanted: Wanted, scratch: Path) -> memoryview:
+def fetch(store: Store, wanted: Wanted, scratch: Path | None) -> memoryview:
     """Bytes of one object; read-only, and gone from disk with the last view of them.
 
     Args:
         store: where it is.
         wanted: key, length and sha256 it must have.
-        scratch: folder on a local disk for large objects.
+        scratch: folder on a local disk to keep it in, or None for memory.
 
     Raises:
         ObjectNotFound: it is not there (any more).
         FormatError: it is not the object that its manifest names (rule R5).
         StoreUnavailable: no clear answer, or no room in `scratch`.
     """
-    if wanted.stored_bytes > _IN_MEMORY_BYTES:
+    if scratch is not None:
         return _fetch_to_disk(store, wanted, scratch)
     data = store.get(wanted.key, max_bytes=wanted.stored_bytes)
     _check(wanted, len(data), hashlib.sha256(data).hexdigest())

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from torch_delta.errors import ChainError, CheckpointBusy, StoreUnavailable
-from torch_delta.format.schema import Schema
 from torch_delta.receive.access import StateReader, needs_recovery, share
 from torch_delta.receive.base import fill
 from torch_delta.receive.consumers import Consumer
@@ -24,7 +23,7 @@ from torch_delta.receive.proofs import check_damage, check_fit, check_rest, wron
 from torch_delta.receive.recovery import recover
 from torch_delta.receive.reports import VerifyReport
 from torch_delta.receive.session import Session
-from torch_delta.receive.state import Layout, State
+from torch_delta.receive.state import Layout, State, read_schema
 from torch_delta.receive.weights import Weights
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torch_delta.format.digest import Digest
+    from torch_delta.format.schema import Schema
     from torch_delta.receive.prepared import Prepared
 
 
@@ -131,7 +131,7 @@ class LocalCheckpoint:
             ChainError: it follows none yet.
         """
         state = self._bound_state()
-        return Schema.from_bytes(self._layout.schema.read_bytes(), schema_id=state.schema_id)
+        return read_schema(self._layout, state)
 
     @property
     def digests(self) -> tuple[Digest, ...]:
@@ -223,17 +223,15 @@ class LocalCheckpoint:
             ChainError: it was not applied here yet, or is no longer kept; reload from the checkpoint instead.
         """
         state = self._bound_state()
-        try:
-            if version > state.version:
-                raise FileNotFoundError
-            return open_patch(self._layout.patch(version), self.schema)
-        except FileNotFoundError as error:
-            raise ChainError(
-                f"{self.path}: no patch for version {version}, the checkpoint is at {state.version}; reload from it. "
-                "Consumers that register keep the patches they need",
-                local_version=state.version,
-                missing=version,
-            ) from error
+        if version <= state.version:  # a later one may be on disk and never be applied
+            with contextlib.suppress(FileNotFoundError):
+                return open_patch(self._layout.patch(version), self.schema)
+        raise ChainError(
+            f"{self.path}: no patch for version {version}, the checkpoint is at {state.version}; reload from it. "
+            "Consumers that register keep the patches they need",
+            local_version=state.version,
+            missing=version,
+        )
 
     # -- writers ----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Noticing new versions: one small request at a time, from one process of a host, and what to do when nobody answers."""
+"""Noticing new versions: one small request at a time, from one process of a host; and waiting when nobody answers."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class Lookout:
     def newest(self) -> int:
         """The newest version of this stream's history, from the hint; also notices where that history ends.
 
-        Looking around like this finds what probing for the next version cannot: that the stream was continued elsewhere,
-        or that retention removed the next version while this reader was away.
+        Looking around like this finds what probing for the next version cannot: that the stream goes on elsewhere, or
+        that retention removed the next version while this reader was away.
         """
         self._end = self._stream.successor()
         self._known = self._stream.head(None)
@@ -141,7 +141,7 @@ class Lookout:
         if end is not None and now is not None and now >= end.version:
             raise ChainError(
                 f"{self.url} ended at version {end.version}; it goes on as stream {end.successor_id} at {end.root!r} "
-                "beside it. This release does not change over by itself: follow that URL, with another checkpoint folder",
+                "beside it. This release does not change over by itself: follow that URL, with another folder",
                 local_version=now,
                 target=end.version + 1,
                 successor=end.root,

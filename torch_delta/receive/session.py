@@ -23,21 +23,21 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from torch_delta.crashpoints import reach
-from torch_delta.errors import ChainError, StoreUnavailable
-from torch_delta.format.schema import Schema
+from torch_delta.errors import ChainError
 from torch_delta.receive.access import StateReader, exclusive
-from torch_delta.receive.diskio import local_io, replace_synced, sync_dir, sync_file, write_synced
+from torch_delta.receive.diskio import check_room, local_io, replace_synced, sync_dir, sync_file, write_synced
 from torch_delta.receive.folder import SafetensorsFolder
 from torch_delta.receive.patches import Patch, open_patch
 from torch_delta.receive.proofs import check_base, check_damage, check_fit, check_rest, wrong_tensors
 from torch_delta.receive.retention import kept_patches, prune, redo_log_is_long
-from torch_delta.receive.state import Layout, State, boot_id, unbound_state
+from torch_delta.receive.state import Layout, State, boot_id, read_schema, unbound_state
 from torch_delta.receive.weights import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from torch_delta.format.digest import Digest
+    from torch_delta.format.schema import Schema
     from torch_delta.receive.install import Stage
     from torch_delta.receive.prepared import Prepared
 
@@ -113,7 +113,7 @@ class Session:
         state = self.state
         assert state is not None, "an empty checkpoint has no schema"
         if self._schema is None or self._schema.id != state.schema_id:
-            self._schema = Schema.from_bytes(self.layout.schema.read_bytes(), schema_id=state.schema_id)
+            self._schema = read_schema(self.layout, state)
         return self._schema
 
     @property
@@ -249,18 +249,8 @@ class Session:
 
     def _check_room(self, state: State, patch: Patch) -> None:
         """Writing to a cloned file takes blocks, and a mapped write that finds none kills the process."""
-        if not state.shared_extents:
-            return
-        needed = min(patch.num_changed * _PAGE_BYTES, self.weights.size_bytes)
-        room = os.statvfs(self.layout.root)
-        free = room.f_bavail * room.f_frsize
-        if free < needed:
-            raise StoreUnavailable(
-                f"{self.layout.root}: {free} bytes free, version {patch.version} needs up to {needed} (the weights "
-                "share blocks with their base); free some space and run the same call again",
-                path=str(self.layout.root),
-                operation="write weights",
-            )
+        if state.shared_extents:
+            check_room(self.layout.root, min(patch.num_changed * _PAGE_BYTES, self.weights.size_bytes))
 
     def _tidy(self) -> None:
         """Sync the weights when the redo log got long, and drop patches nobody needs."""

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING
 from torch_delta.errors import FormatError
 from torch_delta.format.digest import Digest, digests_hex, parse_digests_hex
 from torch_delta.format.keys import version_name
+from torch_delta.format.schema import Schema
 from torch_delta.format.sealed import seal, unseal
+from torch_delta.receive.diskio import local_io
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -138,8 +140,13 @@ class State:
         Raises:
             FormatError: damaged, or written by a newer release.
         """
-        fields = unseal(data, key=str(path))
-        return cls.from_fields(fields, path)
+        try:
+            return cls.from_fields(unseal(data, key=str(path)), path)
+        except FormatError as error:
+            raise FormatError(
+                f"{error.message}. This file says which version the folder holds; start again in an empty folder",
+                **error.facts,
+            ) from error
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, object], path: Path) -> State:
@@ -167,6 +174,17 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+def read_schema(layout: Layout, state: State) -> Schema:
+    """The schema of the stream that a bound checkpoint follows.
+
+    Raises:
+        FormatError: the stored copy is damaged.
+        StoreUnavailable: it could not be read.
+    """
+    with local_io(layout.schema, "read the schema"):
+        return Schema.from_bytes(layout.schema.read_bytes(), schema_id=state.schema_id)
 
 
 def unbound_state(*, shared_extents: bool) -> State:
