@@ -55,7 +55,7 @@ def loaded_after(statement: str) -> set[str]:
     """Top-level modules loaded in a fresh interpreter after `statement`."""
     code = (
         f"{statement}\nimport sys\n"
-        "print('\\n'.join({m.split('.')[0] for m in sys.modules} | {m for m in sys.modules if m.startswith('torch.dist')}))"
+        "print(*(m.split('.')[0] for m in sys.modules), *(m for m in sys.modules if m.startswith('torch.dist')))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     return set(run.stdout.split())

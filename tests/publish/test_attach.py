@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -210,11 +209,10 @@ def test_a_folder_with_something_else_in_it_is_refused(tmp_path):
         attach_source(ArraySource(), tmp_path, config=config())
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_directory_is_an_error_at_attach(tmp_path):
-    (tmp_path / "s").mkdir(mode=0o500)
-    with pytest.raises(StoreUnavailable):
-        attach_source(ArraySource(), tmp_path / "s", config=config())
+def test_a_read_only_directory_is_an_error_at_attach():
+    # A file mode would not stop root, who runs the tests in CI; nobody makes folders in /sys.
+    with pytest.raises(StoreUnavailable, match="/sys/torch_delta-stream"):
+        attach_source(ArraySource(), "/sys/torch_delta-stream", config=config())
 
 
 def test_a_root_that_is_a_file_is_an_error_at_attach(tmp_path):

@@ -86,6 +86,23 @@ def test_a_gap_without_an_anchor_says_how_to_go_on(
     trainer.assert_at(place, 1)
 
 
+def test_a_lost_commit_is_a_gap_and_an_anchor_leads_around_it(
+    trainer: Trainer, base: Path, place: Path, rng: np.random.Generator
+) -> None:
+    # rule R3: commits before and behind the hole are there, so only the hole itself tells
+    for _ in range(4):
+        trainer.step(rng)
+    pull(str(trainer.root), place, base=base, version=1)
+    trainer.forget(2, 2)
+    with pytest.raises(ChainError, match="have the writer publish an anchor") as caught:
+        pull(str(trainer.root), place, timeout_s=5)
+    assert caught.value.missing == 2
+    trainer.assert_at(place, 1)
+    trainer.anchor(3)
+    assert kinds(trainer, place) == [("anchor", 3), ("delta", 4)]
+    trainer.assert_at(place, 4)
+
+
 def test_retention_between_commit_and_part_means_plan_again(
     trainer: Trainer, base: Path, place: Path, rng: np.random.Generator
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pytest
@@ -464,6 +464,33 @@ def test_rot_is_found_at_start_and_healed_from_an_anchor(
     assert reports[0].from_version is None
     trainer.assert_at(checkpoint.path, 2)
     checkpoint.verify()
+
+
+@pytest.mark.parametrize("damage", ["cut off", "gone"])
+@pytest.mark.parametrize("verify", ["start", "never"])
+def test_a_weight_file_that_is_cut_off_or_gone_is_healed_too(
+    trainer: Trainer,
+    checkpoint: LocalCheckpoint,
+    rng: np.random.Generator,
+    damage: str,
+    verify: Literal["start", "never"],
+) -> None:
+    trainer.anchor()
+    path = checkpoint.path / "model.safetensors"
+    if damage == "cut off":
+        os.truncate(path, path.stat().st_size - 5)
+    else:
+        path.unlink()
+    trainer.step(rng)
+    with LocalCheckpoint(checkpoint.path) as again, Follower(str(trainer.root), verify=verify) as follower:
+        assert [report.kind for report in follower.apply_to(again, until="head", timeout_s=10)] == ["anchor", "delta"]
+    trainer.assert_at(checkpoint.path, 2)
+
+
+def test_a_path_that_is_a_file(trainer: Trainer, base: Path, place: Path) -> None:
+    place.write_text("something else")
+    with pytest.raises(StoreUnavailable, match="a file lies where a folder must be"):
+        LocalCheckpoint(place, base=base)
 
 
 def test_rot_without_an_anchor_is_healed_from_the_base(

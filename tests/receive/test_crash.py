@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -174,7 +175,7 @@ def test_after_a_power_cut_the_redo_log_is_written_again(
         trainer.assert_at(folder, 3)
 
 
-@pytest.mark.parametrize("loss", ["patch gone", "patch damaged", "older than the log"])
+@pytest.mark.parametrize("loss", ["patch gone", "patch damaged", "position damaged", "older than the log"])
 def test_after_a_power_cut_that_lost_the_log_the_damage_is_said(
     at_three: tuple[Trainer, bytes], place: Path, monkeypatch: pytest.MonkeyPatch, loss: str
 ) -> None:
@@ -186,6 +187,12 @@ def test_after_a_power_cut_that_lost_the_log_the_damage_is_said(
         patch.unlink()
     elif loss == "patch damaged":
         patch.write_bytes(patch.read_bytes()[:-3])
+    elif loss == "position damaged":
+        data = bytearray(patch.read_bytes())
+        start = 8 + int.from_bytes(data[:8], "little")
+        at = start + json.loads(data[8:start])["coo.index.u32"]["data_offsets"][0]
+        data[at : at + 4] = b"\xff\xff\xff\x7f"  # far outside of any box
+        patch.write_bytes(data)
     restarted(monkeypatch)
     checkpoint = LocalCheckpoint(place)
     with pytest.raises((DigestMismatch, ChainError), match="cannot be used"), checkpoint.reading():

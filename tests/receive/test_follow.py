@@ -275,9 +275,9 @@ def test_a_store_that_never_answers_is_an_error_in_time(
     trainer.step(rng)
     always = [Fault("get", "parts/*", nth=nth, effect=fail_before()) for nth in range(1, 200)]
     store = FaultyStore(open_store(str(trainer.root)), always)
-    with Follower(store, poll_interval_s=0.01, most_poll_interval_s=0.02, retry_s=0.1) as follower:
-        with pytest.raises(DeadlineExceeded, match="read the stream") as caught:
-            list(follower.apply_to(checkpoint, until="head", timeout_s=30))
+    follower = Follower(store, poll_interval_s=0.01, most_poll_interval_s=0.02, retry_s=0.1)
+    with follower, pytest.raises(DeadlineExceeded, match="read the stream") as caught:
+        list(follower.apply_to(checkpoint, until="head", timeout_s=30))
     assert isinstance(caught.value.__cause__, StoreUnavailable)
     trainer.assert_at(place, 0)
 

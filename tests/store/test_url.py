@@ -58,7 +58,7 @@ def test_memory() -> None:
     assert isinstance(open_store("memory://a/b-c.1"), MemoryStore)
 
 
-@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "hf", "S3"])
+@pytest.mark.parametrize("scheme", ["hf", "HF"])
 def test_what_comes_later_says_what_works_now(scheme) -> None:
     with pytest.raises(TorchDeltaError, match=r"not in this release.*directory path, file:///.*memory://") as caught:
         open_store(f"{scheme}://bucket/run")

@@ -95,6 +95,13 @@ def test_versions_before_the_retained_ones_are_not_needed(reader, store) -> None
     assert reader.available() == (9, 12)
 
 
+@pytest.mark.parametrize(("target", "found"), [(12, (6, 12)), (7, (6, 7)), (5, (1, 4)), (4, (1, 4))])
+def test_a_lost_commit_cuts_off_those_before_it(reader, store, target, found) -> None:  # rule R3
+    raw_delete(store, commit_key(5))
+    assert reader.available() == (1, 12)
+    assert reader.available(leading_to=target) == found
+
+
 def test_without_any_commit_the_newest_anchor_is_the_head(store, writer) -> None:
     sha256s = write_chain(writer, 1, 3)
     writer.write_anchor(make_anchor(2, sha256s[1]))

@@ -12,6 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from torch_delta.receive.diskio import local_io
 from torch_delta.receive.locks import FileLock
 from torch_delta.receive.state import Layout, State, boot_id
 
@@ -85,8 +86,9 @@ class StateReader:
 
         Raises:
             FormatError: the record is damaged.
+            StoreUnavailable: it cannot be read, or the checkpoint's path is no folder.
         """
-        with self._lock:
+        with self._lock, local_io(self._path, "read the state of the checkpoint"):
             try:
                 now = self._path.stat()
             except FileNotFoundError:

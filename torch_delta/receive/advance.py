@@ -105,7 +105,7 @@ class Advance:
         if self._verify == "every" or (self._verify == "start" and not checkpoint._verified):
             try:
                 session.verify_full()
-            except (DigestMismatch, BaseMismatch) as error:
+            except (DigestMismatch, BaseMismatch, FormatError) as error:  # FormatError: a file is cut off, or gone
                 session.mark_damaged(f"found when it was verified: {error}")
                 return None
             checkpoint._verified = True
@@ -139,7 +139,7 @@ class Advance:
         first, *_ = plan(
             local_version=local,
             target=target,
-            commits_available=self._stream.available(),
+            commits_available=self._stream.available(leading_to=target),
             anchors=[anchor.version for anchor in self._stream.anchors()],
         )
         return first.version if isinstance(first, LoadAnchor) else None
@@ -170,12 +170,14 @@ class Advance:
         """A delta cannot be used: find out whether we are the damaged side; go on from an anchor if there is one."""
         state = session.bound_state()
         at_least = state.version + 1
-        if isinstance(error, DigestMismatch):
-            try:
+        try:
+            if isinstance(error, DigestMismatch):
                 session.verify_full()
-            except (DigestMismatch, BaseMismatch) as ours:
-                session.mark_damaged(f"found when version {at_least} did not fit: {ours}")
-                return self._go(checkpoint, session, None, target)
+            elif isinstance(error, FormatError):
+                _ = session.weights  # or is it one of our own files?
+        except (DigestMismatch, BaseMismatch, FormatError) as ours:
+            session.mark_damaged(f"found when version {at_least} did not fit: {ours}")
+            return self._go(checkpoint, session, None, target)
         anchors = [anchor for anchor in self._anchors(at_most=target) if anchor.version >= at_least]
         if not anchors:
             if isinstance(error, ObjectNotFound):

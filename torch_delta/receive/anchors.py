@@ -15,6 +15,7 @@ from torch_delta.receive.proofs import check_fit, wrong_tensors
 from torch_delta.receive.reports import ApplyReport
 from torch_delta.receive.state import State, boot_id
 from torch_delta.receive.weights import Weights
+from torch_delta.receive.workers import run_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +60,7 @@ def load_anchor(session: Session, stream: Stream, anchor: AnchorKey, pool: Threa
     stage = Stage(session.layout)
     try:
         wanted = [(Wanted(file.key, file.stored_bytes, file.sha256), stage.path / file.name) for file in manifest.files]
-        list(pool.map(lambda item: fetch_to_file(stream.store, *item), wanted))
+        run_all(pool, lambda item: fetch_to_file(stream.store, *item), wanted)
         fetched_s = time.perf_counter()
         folder = SafetensorsFolder.open(stage.path)
         check_fit(folder, schema, ())

@@ -22,6 +22,7 @@ _HINTS = {
     errno.EACCES: "this user may not write there: fix the permissions or choose another path",
     errno.EPERM: "this user may not write there: fix the permissions or choose another path",
     errno.EROFS: "the file system is read-only: choose another path",
+    errno.ENOTDIR: "a file lies where a folder must be: choose another path",
     errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
 }
 
@@ -50,7 +51,7 @@ def check_room(path: Path, needed_bytes: int) -> None:
     free_bytes = room.f_bavail * room.f_frsize
     if free_bytes < needed_bytes:
         raise StoreUnavailable(
-            f"{path}: {free_bytes} bytes free, up to {needed_bytes} are needed; free some space and run the same call again",
+            f"{path}: {free_bytes} bytes free, up to {needed_bytes} needed; free some and run the same call again",
             path=str(path),
             operation="write weights",
             expected=needed_bytes,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch_delta.errors import FormatError
 from torch_delta.receive.diskio import local_io
+from torch_delta.receive.workers import run_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,16 +40,10 @@ class Wanted:
 def fetch_all(store: Store, wanted: Sequence[Wanted], scratch: Path, pool: ThreadPoolExecutor) -> list[memoryview]:
     """Fetch objects in parallel, in the order asked for; see `fetch`.
 
-    When one fails, those not yet begun are cancelled and the first error is raised.
+    When one fails, those not yet begun are cancelled.
     """
     in_memory = sum(item.stored_bytes for item in wanted) <= _IN_MEMORY_BYTES
-    futures = [pool.submit(fetch, store, item, None if in_memory else scratch) for item in wanted]
-    try:
-        return [future.result() for future in futures]
-    except BaseException:
-        for future in futures:
-            future.cancel()
-        raise
+    return run_all(pool, lambda item: fetch(store, item, None if in_memory else scratch), wanted)
 
 
 def fetch(store: Store, wanted: Wanted, scratch: Path | None) -> memoryview:

@@ -15,21 +15,22 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch_delta.codec.decode import decode_frame
 from torch_delta.crashpoints import reach
 from torch_delta.errors import DigestMismatch, FormatError
 from torch_delta.format.digest import Digest, state_sha256
 from torch_delta.format.encodings import ENCODINGS
-from torch_delta.format.frames import Frame, check_slices_disjoint
-from torch_delta.format.part import Part, parse_part
+from torch_delta.format.frames import Frame, Slice, check_slices_disjoint
+from torch_delta.format.part import Part, parse_part, payload_sizes
 from torch_delta.receive.fetch import Wanted, fetch_all
 from torch_delta.receive.patches import PatchWriter, file_hash
 from torch_delta.receive.prepared import Prepared
+from torch_delta.receive.workers import run_all
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from concurrent.futures import ThreadPoolExecutor
 
     from torch_delta.format.commit import Commit
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from torch_delta.receive.state import State
     from torch_delta.store import Store
     from torch_delta.stream import StoredCommit
+
+
+_PIECE_ELEMENTS = 1 << 17
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,21 +123,51 @@ def check_parts(
     return result
 
 
+class Piece(NamedTuple):
+    """A frame, or some slices of one, with their payload."""
+
+    key: str
+    frame: Frame
+    payload: dict[str, memoryview]
+
+
+def split(schema: Schema, part: Part) -> Iterator[Piece]:
+    """Cut the frames of a part into pieces of bounded size, for memory and threads; `xor` frames are that already."""
+    for frame in part.frames:
+        payload = part.payload(frame)
+        if ENCODINGS[frame.encoding].blob:
+            yield Piece(part.key, frame, payload)
+            continue
+        ends = dict.fromkeys(payload, 0)
+        slices: list[Slice] = []
+        total = 0
+        for number, item in enumerate(frame.slices, start=1):
+            slices.append(item)
+            total += item.count
+            if total < _PIECE_ELEMENTS and number < len(frame.slices):
+                continue
+            some = Frame(frame.encoding, tuple(slices))
+            views = {}
+            for name, size in payload_sizes(some, schema).items():
+                views[name] = payload[name][ends[name] : ends[name] + size]
+                ends[name] += size
+            yield Piece(part.key, some, views)
+            slices, total = [], 0
+
+
 def _decode(
     session: Session, commit: Commit, commit_sha256: str, parts: Sequence[Part], digests: tuple[Digest, ...]
 ) -> Prepared:
     schema, weights = session.schema, session.weights
-    frames = [(part, frame) for part in parts for frame in part.frames]
     path = session.layout.tmp / f"patch-{secrets.token_hex(8)}"
-    writer = PatchWriter(path, schema, commit.stream_id, commit.version, [frame for _, frame in frames])
+    writer = PatchWriter(path, schema, commit.stream_id, commit.version, (f for part in parts for f in part.frames))
 
-    def decode(item: tuple[Part, Frame]) -> None:
-        part, frame = item
-        for change in decode_frame(schema, frame, part.payload(frame), weights.read, key=part.key):
+    def decode(piece: Piece) -> None:
+        for change in decode_frame(schema, piece.frame, piece.payload, weights.read, key=piece.key):
             writer.put(change.tensor, change.box, change.index, change.new)
 
     try:
-        list(session.pool.map(decode, frames))
+        run_all(session.pool, decode, (piece for part in parts for piece in split(schema, part)))
         writer.close()
     except BaseException:
         writer.discard()

@@ -62,7 +62,7 @@ def _replay(session: Session, state: State) -> None:
             for version in range(state.synced_version + 1, state.version + 1):
                 session.write(_open_patch(session, version))
         session.verify_full()
-    except (FormatError, BaseMismatch, DigestMismatch) as error:
+    except (FormatError, BaseMismatch, DigestMismatch, IndexError) as error:  # IndexError: rot in a patch's positions
         session.mark_damaged(f"the machine restarted and the redo log does not lead back: {error}")
     else:
         session.sync()

@@ -15,7 +15,6 @@ The weight files themselves are not synced per version: patches since the last s
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import logging
 import os
@@ -32,6 +31,7 @@ from torch_delta.receive.proofs import check_base, check_damage, check_fit, chec
 from torch_delta.receive.retention import kept_patches, prune, redo_log_is_long
 from torch_delta.receive.state import Layout, State, boot_id, read_schema, unbound_state
 from torch_delta.receive.weights import Weights
+from torch_delta.receive.workers import run_all
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -244,8 +244,11 @@ class Session:
             reach("receive.tensor_written")
 
         # Every page that is written faults once, in the kernel and without the GIL: threads share that.
-        run = map if patch.num_changed < _FEWEST_FOR_THREADS else self.pool.map
-        collections.deque(run(write_tensor, patch), maxlen=0)
+        if patch.num_changed < _FEWEST_FOR_THREADS:
+            for tensor in patch:
+                write_tensor(tensor)
+        else:
+            run_all(self.pool, write_tensor, patch)
 
     def _check_room(self, state: State, patch: Patch) -> None:
         """Writing to a cloned file takes blocks, and a mapped write that finds none kills the process."""

@@ -19,6 +19,7 @@ from torch_delta.codec.digest import digest_array
 from torch_delta.codec.geometry import Layout
 from torch_delta.errors import FormatError
 from torch_delta.receive.diskio import local_io, sync_file
+from torch_delta.receive.workers import run_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -131,14 +132,13 @@ class Weights:
             else:
                 flat[layout.flat_index(index)] = value
 
-    def digests(self, tensors: Iterable[int], *, pool: ThreadPoolExecutor | None = None) -> list[Digest]:
+    def digests(self, tensors: Iterable[int], *, pool: ThreadPoolExecutor) -> list[Digest]:
         """Digests of whole tensors from the bytes at rest; a full pass over them.
 
         Raises:
             FormatError: two copies of a tied tensor differ.
         """
-        run = map if pool is None else pool.map
-        return list(run(self._digest, tensors))
+        return run_all(pool, self._digest, tensors)
 
     def _digest(self, tensor: int) -> Digest:
         first, *copies = self._flats[tensor]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _MEMORY_NAME = re.compile(r"[A-Za-z0-9._/-]+")
-_SUPPORTED = "a directory path, file:///absolute/path, memory://name"
+_SUPPORTED = "a directory path, file:///absolute/path, memory://name, s3:// gs:// az://bucket/prefix"
 
 
 def open_store(url: str | os.PathLike[str]) -> Store:
@@ -25,6 +25,7 @@ def open_store(url: str | os.PathLike[str]) -> Store:
       environment variables are not.
     - ``file:///absolute/path``: percent-encoded as in any URL; nothing is expanded. `store.url` has this form.
     - ``memory://name``: within this process.
+    - ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``: see docs/stores.md.
 
     Args:
         url: one of these. A `pathlib.Path` is a path whatever it looks like, and its ``~`` is expanded as well.
@@ -55,9 +56,13 @@ def open_store(url: str | os.PathLike[str]) -> Store:
             if not _MEMORY_NAME.fullmatch(name):
                 raise _malformed(text, "expected memory://name with letters, digits and . _ - /")
             return MemoryStore(name)
-        case "s3" | "gs" | "az" | "hf":
+        case "s3" | "gs" | "az":
+            from torch_delta.store.object import ObjectStore
+
+            return ObjectStore(text)
+        case "hf":
             raise TorchDeltaError(
-                f"{text}: object stores and Hub buckets are not in this release. It supports {_SUPPORTED}; "
+                f"{text}: Hub buckets are not in this release. It supports {_SUPPORTED}; "
                 "a bucket that is mounted as a directory works through its path if the mount supports hard links or "
                 "exclusive rename",
                 url=text,

@@ -20,7 +20,7 @@ from torch_delta.format.limits import MAX_HINT_BYTES
 from torch_delta.stream.identity import read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch_delta.store.base import Store
 
@@ -44,6 +44,16 @@ def list_versions(store: Store, after: int = 0) -> Iterator[int]:
             yield parse_commit_key(item.key)
         except FormatError:
             continue  # somebody else's file beside the commits
+
+
+def last_run(versions: Iterable[int]) -> list[int]:
+    """The end of an ascending series, from its last gap on."""
+    run: list[int] = []
+    for version in versions:
+        if run and version != run[-1] + 1:
+            run.clear()
+        run.append(version)
+    return run
 
 
 def list_anchors(store: Store) -> tuple[AnchorKey, ...]:

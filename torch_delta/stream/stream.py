@@ -25,7 +25,7 @@ from torch_delta.format.head import Head, Successor
 from torch_delta.format.keys import HEAD_KEY, SUCCESSOR_KEY, AnchorKey, anchor_key, commit_key
 from torch_delta.format.limits import MAX_HINT_BYTES
 from torch_delta.format.sealed import sha256_hex
-from torch_delta.stream.ends import find_head, list_anchors, list_versions
+from torch_delta.stream.ends import find_head, last_run, list_anchors, list_versions
 from torch_delta.stream.fence import refuse_if_ended, taken_by_another
 from torch_delta.stream.identity import Identity, create_identity, load_identity, read_json
 
@@ -106,9 +106,16 @@ class Stream:
         """
         return find_head(self.store, self._load().info.stream_id, known)
 
-    def available(self) -> tuple[int, int] | None:
-        """First and last version whose commit can be read, or None; what `chain.plan` asks. Lists the commits."""
+    def available(self, *, leading_to: int | None = None) -> tuple[int, int] | None:
+        """First and last version whose commit can be read, or None; lists the commits.
+
+        Args:
+            leading_to: count only versions without a gap before this one, which is what `chain.plan` asks: behind a
+                commit that was lost, what came before it leads nowhere.
+        """
         versions = [*list_versions(self.store)]
+        if leading_to is not None:
+            versions = last_run(version for version in versions if version <= leading_to)
         return (versions[0], versions[-1]) if versions else None
 
     def commit(self, version: int, *, parent_sha256: str | None = None) -> StoredCommit:
