@@ -13,7 +13,8 @@ Publish seconds run from the call with full tensors to the moment a follower can
 there until the local checkpoint is verified and complete.
 
 Durability: publishing fsyncs data and folders on both sides. SkyRL's receiving side fsyncs nothing, ours does unless
-told otherwise, so ours runs twice: like SkyRL ("follow unsynced") and as it is by default. The last table counts.
+told otherwise, so ours has two followers: one that fsyncs nothing either, and one as it is by default. The last table
+counts.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from peers.torch_delta import TorchDelta
 from safetensors.torch import load_file, save_file
 from traces import Pair, names, recorded, synthetic
 
+_WARM_UP_VERSIONS = 6
 REPOSITORY = Path(__file__).resolve().parent.parent
 MakePeer = Callable[[Path, Path], Peer]
 
@@ -48,9 +50,9 @@ class Side:
     name: str
     wire_bytes: int = 0
     publish: Samples = field(default_factory=Samples)
-    follow: Samples = field(default_factory=Samples)
-    publish_fsyncs: int = 0
-    follow_fsyncs: int = 0
+    follow: dict[str, Samples] = field(default_factory=dict)
+    fsyncs: dict[str, int] = field(default_factory=dict)
+    """Per version: of publishing, and of each follower by title."""
 
 
 def run_trace(pair: Pair, makers: list[MakePeer], *, repeats: int, work: Path) -> list[Side]:
@@ -58,7 +60,7 @@ def run_trace(pair: Pair, makers: list[MakePeer], *, repeats: int, work: Path) -
 
     Args:
         pair: the weights.
-        makers: build a peer from a base folder and an empty folder; the first is the one that ratios refer to.
+        makers: build a peer from a base folder and an empty folder.
         repeats: timed versions.
         work: empty folder on the disk to measure; removed by the caller.
     """
@@ -73,7 +75,7 @@ def run_trace(pair: Pair, makers: list[MakePeer], *, repeats: int, work: Path) -
             folder.mkdir()
             peers.append(make(base, folder))
             stack.callback(peers[-1].close)
-        sides = [Side(peer.name) for peer in peers]
+        sides = [Side(peer.name, follow={title: Samples() for title in peer.followers}) for peer in peers]
         warm_up(pair, peers, sides)
         for repeat in range(repeats):
             weights = pair.old if repeat % 2 else pair.new
@@ -83,7 +85,8 @@ def run_trace(pair: Pair, makers: list[MakePeer], *, repeats: int, work: Path) -
             for peer, side in order:
                 side.publish.seconds.append(timed(partial(peer.publish, weights)))
             for peer, side in order:
-                side.follow.seconds.append(timed(peer.follow))
+                for title, follow in _turned(list(peer.followers.items()), repeat):
+                    side.follow[title].seconds.append(timed(follow))
             if weights is pair.new:
                 for peer, side in order:
                     side.wire_bytes = peer.wire_bytes()
@@ -92,51 +95,60 @@ def run_trace(pair: Pair, makers: list[MakePeer], *, repeats: int, work: Path) -
     return sides
 
 
+def _turned(items: list[tuple[str, Callable[[], object]]], repeat: int) -> list[tuple[str, Callable[[], object]]]:
+    return items[::-1] if repeat % 2 else items
+
+
 def warm_up(pair: Pair, peers: list[Peer], sides: list[Side]) -> None:
-    """Two untimed versions (SkyRL makes its working copy at the first real one); counts the fsyncs of the second."""
-    for weights in (pair.new, pair.old):
+    """Untimed versions: working copies are made, hot loops compiled, nothing happens for the first time afterwards.
+
+    Counts the fsyncs of the last one.
+    """
+    for number in range(_WARM_UP_VERSIONS):
         for peer, side in zip(peers, sides, strict=True):
             with count_fsyncs() as count:
-                peer.publish(weights)
-                side.publish_fsyncs = count[0]
-                peer.follow()
-                side.follow_fsyncs = count[0] - side.publish_fsyncs
+                peer.publish(pair.old if number % 2 else pair.new)
+            side.fsyncs["publish"] = count[0]
+            for title, follow in peer.followers.items():
+                with count_fsyncs() as count:
+                    follow()
+                side.fsyncs[title] = count[0]
 
 
 def check_exact(peer: Peer, weights: Mapping[str, torch.Tensor]) -> None:
-    """Raise SystemExit unless the peer's local checkpoint holds `weights` bit for bit."""
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(peer.checkpoint().glob("*.safetensors")):
-        found |= load_file(path)
-    for name, tensor in weights.items():
-        if name not in found or not torch.equal(found[name].view(torch.int16), tensor.view(torch.int16)):
-            raise SystemExit(f"{peer.name}: the local checkpoint's {name!r} differs from the published weights")
+    """Raise SystemExit unless each local checkpoint of the peer holds `weights` bit for bit."""
+    for title, folder in peer.checkpoints().items():
+        found: dict[str, torch.Tensor] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            found |= load_file(path)
+        for name, tensor in weights.items():
+            if name not in found or not torch.equal(found[name].view(torch.int16), tensor.view(torch.int16)):
+                raise SystemExit(f"{title}: the local checkpoint's {name!r} differs from the published weights")
 
 
 def report(results: list[tuple[Pair, list[Side]]]) -> str:
     """The Markdown tables."""
     sides = results[0][1]
-    reference = sides[0]
-    header = ["trace", "changed", "full MB"]
-    header += [f"{side.name} {what}" for what in ("bytes", "publish ms", "follow ms") for side in sides]
+    titles = [title for side in sides for title in side.follow]
+    header = ["trace", "changed", "full MB", *(f"{side.name} bytes" for side in sides)]
+    header += [f"{side.name} publish ms" for side in sides] + [f"{title} follow ms" for title in titles]
     rows = []
     for pair, measured in results:
         row: list[object] = [pair.name, f"{100 * pair.density:.2f}%", f"{pair.full_bytes / 1e6:.1f}"]
         row += [f"{side.wire_bytes:,}" for side in measured]
         row += [_milliseconds(side.publish) for side in measured]
-        row += [_milliseconds(side.follow) for side in measured]
+        row += [_milliseconds(samples) for side in measured for samples in side.follow.values()]
         rows.append(row)
     text = [table(header, rows)]
     if len(sides) > 1:
-        header = [f"ratio to {reference.name}"] + [
-            f"{side.name} {what}" for side in sides[1:] for what in ("bytes", "publish", "follow")
-        ]
-        rows = [[pair.name, *(f"{ratio:.2f}" for ratio in _ratios(measured))] for pair, measured in results]
-        medians = [statistics.median(column) for column in zip(*(_ratios(m) for _, m in results), strict=True)]
-        rows.append(["**median**", *(f"**{ratio:.2f}**" for ratio in medians)])
-        text.append(table(header, rows))
-    rows = [[side.name, side.publish_fsyncs, side.follow_fsyncs] for side in sides]
-    text.append(table(["fsync calls per version", "publish", "follow"], rows))
+        columns = list(ratios(results[0][1]))
+        measured_ratios = [(pair.name, ratios(measured)) for pair, measured in results]
+        rows = [[name, *(f"{found[column]:.2f}" for column in columns)] for name, found in measured_ratios]
+        medians = (statistics.median(found[column] for _, found in measured_ratios) for column in columns)
+        rows.append(["**median**", *(f"**{median:.2f}**" for median in medians)])
+        text.append(table([f"ratio to {sides[0].name}", *columns], rows))
+    rows = [[f"{side.name}: {title}", count] for side in sides for title, count in side.fsyncs.items()]
+    text.append(table(["fsync calls per version", "number"], rows))
     return "\n\n".join(text)
 
 
@@ -145,14 +157,17 @@ def _milliseconds(samples: Samples) -> str:
     return f"{1e3 * samples.median_s:.0f} ({1e3 * low:.0f}-{1e3 * high:.0f})"
 
 
-def _ratios(sides: list[Side]) -> list[float]:
-    """Bytes, publish, follow of every side after the first, against the first."""
-    first, ratios = sides[0], []
+def ratios(sides: list[Side]) -> dict[str, float]:
+    """Bytes, publish and follow of every side after the first, against the first."""
+    first = sides[0]
+    (first_follow,) = first.follow.values()
+    found = {}
     for side in sides[1:]:
-        ratios.append(side.wire_bytes / first.wire_bytes)
-        ratios.append(median_ratio(side.publish.seconds, first.publish.seconds))
-        ratios.append(median_ratio(side.follow.seconds, first.follow.seconds))
-    return ratios
+        found[f"{side.name} bytes"] = side.wire_bytes / first.wire_bytes
+        found[f"{side.name} publish"] = median_ratio(side.publish.seconds, first.publish.seconds)
+        for title, samples in side.follow.items():
+            found[f"{title} follow"] = median_ratio(samples.seconds, first_follow.seconds)
+    return found
 
 
 def as_json(results: list[tuple[Pair, list[Side]]], arguments: argparse.Namespace, before: dict) -> dict:
@@ -172,9 +187,8 @@ def as_json(results: list[tuple[Pair, list[Side]]], arguments: argparse.Namespac
                         "name": side.name,
                         "wire_bytes": side.wire_bytes,
                         "publish_s": side.publish.seconds,
-                        "follow_s": side.follow.seconds,
-                        "publish_fsyncs": side.publish_fsyncs,
-                        "follow_fsyncs": side.follow_fsyncs,
+                        "follow_s": {title: samples.seconds for title, samples in side.follow.items()},
+                        "fsyncs": side.fsyncs,
                     }
                     for side in sides
                 ],
@@ -210,10 +224,7 @@ def main(argv: list[str] | None = None) -> None:
         makers.append(partial(skyrl.SkyRL, num_threads=arguments.threads))
     else:
         print(f"SkyRL side skipped: {reason}", file=sys.stderr)
-    makers += [
-        partial(TorchDelta, num_threads=arguments.threads, follow_fsync=False),
-        partial(TorchDelta, num_threads=arguments.threads, follow_fsync=True),
-    ]
+    makers.append(partial(TorchDelta, num_threads=arguments.threads))
     before = machine()
     print(f"machine: {before}, {arguments.threads} threads per side, {arguments.repeats} repeats", file=sys.stderr)
     results = []

@@ -191,7 +191,9 @@ def _rotated(trainers: list[Trainer], repeat: int) -> list[Trainer]:
 def probe_memory(variant: str, dtype: str, arguments: argparse.Namespace) -> dict[str, float]:
     """Resident and peak bytes of one variant; meant to run alone in a fresh process (Linux)."""
     with _folder(arguments.work) as work:
-        # A small run first: libraries and compiled kernels are not what a parameter costs.
+        # A small run first, and all kernels: libraries and compiled code are not what a parameter costs.
+        if variant != "bare":
+            compile_kernels()
         (work / "small").mkdir()
         small = Trainer(variant, DTYPES[dtype], SMALL, work / "small", fused=not arguments.foreach)
         small.attach()
@@ -220,6 +222,14 @@ def probe_memory(variant: str, dtype: str, arguments: argparse.Namespace) -> dic
             "peak_step_bytes": peak - steady,
             "num_parameters": trainer.num_parameters,
         }
+
+
+def compile_kernels() -> None:
+    """Compile every hot loop now; otherwise that happens once enough work has come by."""
+    for value in vars(kernels).values():
+        for kernel in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(kernel, kernels.Kernel):
+                kernel.compile()
 
 
 def _resident_bytes() -> int:

@@ -63,18 +63,19 @@ class SkyRL:
             publish_num_workers=num_threads,
         )
         self._store = checkpoint.LocalCheckpointStore(str(base), str(self._local))
+        self.followers = {self.name: self._follow}
 
     def publish(self, weights: Mapping[str, torch.Tensor]) -> None:
         self._publisher.publish(self._publisher.create_delta_files(weights.items()))
 
-    def follow(self) -> None:
+    def _follow(self) -> None:
         self._store.fetch(self._publisher.version, sync_dir=str(self._sync))
 
     def wire_bytes(self) -> int:
         return folder_bytes(self._sync / f"delta-{self._publisher.version:08d}")
 
-    def checkpoint(self) -> Path:
-        return self._local / "weights"
+    def checkpoints(self) -> Mapping[str, Path]:
+        return {self.name: self._local / "weights"}
 
     def close(self) -> None:
         executor = self._publisher._publish_executor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from safetensors.torch import load_file
@@ -18,30 +19,34 @@ if TYPE_CHECKING:
 
 
 class TorchDelta:
-    """A Publisher and a Follower on one directory.
+    """A Publisher and two Followers on one directory: one that fsyncs as it does by default, and one that does not.
+
+    Publishing makes everything durable either way, as SkyRL's publisher does.
 
     Args:
         base: folder of the base checkpoint.
-        work: empty folder for the stream and the local checkpoint.
-        num_threads: that compare and that encode. The receiving side takes up to four, as many as the machine has cores.
-        follow_fsync: False leaves out the fsyncs of the receiving side, as SkyRL does: its checkpoint then survives
-            killed processes, but not a power cut. Publishing makes everything durable either way, as SkyRL's does.
+        work: empty folder for the stream and the local checkpoints.
+        num_threads: that encode. The receiving side takes up to four, as many as the machine has cores.
     """
 
-    def __init__(self, base: Path, work: Path, *, num_threads: int, follow_fsync: bool) -> None:
-        self.name = "torch_delta" if follow_fsync else "torch_delta, follow unsynced"
+    name = "torch_delta"
+
+    def __init__(self, base: Path, work: Path, *, num_threads: int) -> None:
         self._stream = work / "stream"
-        store = open_store(self._stream)
+        self._store = open_store(self._stream)
         self._weights: Mapping[str, torch.Tensor] = load_file(base / "model.safetensors")
         self._publisher = attach_source(
-            TensorSource(self._walk, open_base(base).schema, num_threads=num_threads),
-            store,
+            TensorSource(self._walk, open_base(base).schema),
+            self._store,
             base=base,
             config=PublishConfig(num_encode_threads=num_threads),
         )
-        self._store = store
-        self._checkpoint = LocalCheckpoint(work / "local", base=base, fsync=follow_fsync)
-        self._follower = Follower(store)
+        self._follower = Follower(self._store)
+        self._local = {
+            "torch_delta": LocalCheckpoint(work / "local", base=base),
+            "torch_delta (no fsync)": LocalCheckpoint(work / "local-unsynced", base=base, fsync=False),
+        }
+        self.followers = {title: partial(self._follow, checkpoint) for title, checkpoint in self._local.items()}
 
     def publish(self, weights: Mapping[str, torch.Tensor]) -> None:
         self._weights = weights
@@ -50,19 +55,17 @@ class TorchDelta:
     def _walk(self) -> Iterable[tuple[str, torch.Tensor]]:
         return self._weights.items()
 
-    def follow(self) -> None:
-        for _ in self._follower.apply_to(self._checkpoint, until=self._publisher.version):
+    def _follow(self, checkpoint: LocalCheckpoint) -> None:
+        for _ in self._follower.apply_to(checkpoint, until=self._publisher.version):
             pass
 
     def wire_bytes(self) -> int:
         version = f"{self._publisher.version:020d}"
-        return (
-            folder_bytes(self._stream / "parts" / version)
-            + (self._stream / "commits" / f"{version}.json").stat().st_size
-        )
+        commit = self._stream / "commits" / f"{version}.json"
+        return folder_bytes(self._stream / "parts" / version) + commit.stat().st_size
 
-    def checkpoint(self) -> Path:
-        return self._checkpoint.path
+    def checkpoints(self) -> Mapping[str, Path]:
+        return {title: checkpoint.path for title, checkpoint in self._local.items()}
 
     def close(self) -> None:
         self._publisher.close()

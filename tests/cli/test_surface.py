@@ -66,6 +66,8 @@ def test_the_surface_is_the_frozen_one() -> None:
         ([], "usage: torch-delta"),
         (["log"], "the following arguments are required: URL"),
         (["log", "x", "--last", "-1"], "-1 is negative"),
+        (["log", "x", "--last", "few"], "'few' is no whole number"),
+        (["pull", "x", "y", "--timeout", "soon"], "soon is not a positive number of seconds"),
         (["unknown"], "invalid choice: 'unknown'"),
         (["follow", "x", "y", "--timeout", "nan"], "nan is not a positive number of seconds"),
         (["log", "s3://bucket/run"], "not in this release"),

@@ -282,6 +282,28 @@ def test_threads_share_nothing() -> None:
     assert all(result == results[0] for result in results)
 
 
+def test_a_pool_does_not_change_the_bytes() -> None:
+    # Frames of every encoding, and one that loses a slice to another encoding and is packed again.
+    schema = schema_of(*[("BF16", (800, 1000))] * 16, ("F32", (10,)))
+    rng = np.random.default_rng(0)
+    old = {t: random_bits(rng, spec.shape, 4 if t == 16 else 2) for t, spec in enumerate(schema.tensors)}
+    new = {t: touch(rng, array, (0.02, 1e-5)[t % 2]) for t, array in old.items()}
+    new[2] = old[2] ^ 1 ^ (random_bits(rng, new[2].shape, 2) & 0xFFFE)
+    changes = [change_of(t, Box.whole(old[t].shape), old[t], new[t]) for t in old]
+    alone = encode_changes(schema, changes)
+    assert {frame.encoding for frame in alone.frames} == {"coo", "xor", "dense"}
+    assert sum(frame.encoding == "xor" for frame in alone.frames) > 1
+    with ThreadPoolExecutor(3) as pool:
+        shared = encode_changes(schema, changes, pool=pool)
+    # Frames compare by identity.
+    assert [(f.encoding, f.slices, f.stored_bytes, f.raw_bytes) for f in shared.frames] == [
+        (f.encoding, f.slices, f.stored_bytes, f.raw_bytes) for f in alone.frames
+    ]
+    assert [{k: bytes(v) for k, v in p.items()} for p in shared.payloads] == [
+        {k: bytes(v) for k, v in p.items()} for p in alone.payloads
+    ]
+
+
 @pytest.mark.parametrize("level", [1, 3, 19])
 def test_levels(level: int) -> None:
     schema = schema_of(("BF16", (300, 1000)))

@@ -132,7 +132,7 @@ def test_a_commit_that_says_something_else(
     error: type[TorchDeltaError],
     match: str,
 ) -> None:
-    # rules R1, R4, R9
+    # rules R1, R4, R9, C2, C5
     trainer.publish([[Slice("layer.bias", (0,), trainer.bits["layer.bias"] ^ 1, "coo")]], **overrides)
     refused(trainer, checkpoint, error, match)
 
@@ -485,6 +485,23 @@ def test_a_weight_file_that_is_cut_off_or_gone_is_healed_too(
     with LocalCheckpoint(checkpoint.path) as again, Follower(str(trainer.root), verify=verify) as follower:
         assert [report.kind for report in follower.apply_to(again, until="head", timeout_s=10)] == ["anchor", "delta"]
     trainer.assert_at(checkpoint.path, 2)
+
+
+@pytest.mark.parametrize("damage", ["rotten", "cut off"])
+def test_pulling_what_is_there_already_proves_it_and_heals(
+    trainer: Trainer, checkpoint: LocalCheckpoint, damage: str
+) -> None:
+    # F14: nothing is newer, which is no reason to hand out damaged weights
+    trainer.anchor()
+    if damage == "rotten":
+        rot(checkpoint, "layer.weight")
+    else:
+        path = checkpoint.path / "model.safetensors"
+        os.truncate(path, path.stat().st_size - 5)
+    reports: list = []
+    pull(str(trainer.root), checkpoint.path, on_report=reports.append)
+    assert [(report.kind, report.version) for report in reports] == [("anchor", 1)]
+    trainer.assert_at(checkpoint.path, 1)
 
 
 def test_a_path_that_is_a_file(trainer: Trainer, base: Path, place: Path) -> None:

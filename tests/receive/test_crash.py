@@ -116,6 +116,30 @@ def test_killed_again_while_recovering(tmp_path: Path, place: Path) -> None:
     check_whole(trainer, place, lowest=1)
 
 
+def test_without_fsync_a_version_costs_no_sync_and_a_killed_process_is_still_repaired(
+    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = small_trainer(tmp_path / "stream").start()
+    checkpoint = LocalCheckpoint(place, base=trainer.checkpoint(tmp_path / "base", 0), fsync=False)
+    rng = np.random.default_rng(9)
+    with Follower(str(trainer.root)) as follower:
+        list(follower.apply_to(checkpoint, until=0))
+        synced: list[int] = []
+        monkeypatch.setattr(os, "fsync", synced.append)
+        trainer.step(rng, density=0.5)
+        list(follower.apply_to(checkpoint, until=1))
+        assert synced == []
+        trainer.step(rng, density=0.5)
+
+        def die() -> None:
+            raise KeyboardInterrupt
+
+        with crashpoints.armed("receive.tensor_written", die, nth=2), pytest.raises(KeyboardInterrupt):
+            list(follower.apply_to(checkpoint, until=2))
+    with LocalCheckpoint(place).reading() as folder:
+        trainer.assert_at(folder, 2)
+
+
 def test_an_exception_while_writing_is_repaired_by_the_next_reader(tmp_path: Path, place: Path) -> None:
     # F06: torn weights are never handed out, in this process either
     trainer = small_trainer(tmp_path / "stream").start()

@@ -1,4 +1,4 @@
-"""A store in a directory of its own."""
+"""A store in a directory of its own, and the servers of the object store tests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.store.servers import gcs, seaweed  # noqa: F401 - fixtures
 from torch_delta.store import LocalStore
 
 if TYPE_CHECKING:

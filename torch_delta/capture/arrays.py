@@ -104,16 +104,21 @@ def compare_masters(before: torch.Tensor, masters: torch.Tensor) -> tuple[torch.
 def take(bits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """`bits[index]` in memory of its own."""
     if bits.device.type == "cpu":
-        return torch.from_numpy(bits.numpy()[index.numpy()])
+        return torch.from_numpy(bits.numpy()[_places(index)])
     return bits[index.long()]
 
 
 def put(bits: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
     """`bits[index] = values` in place."""
     if bits.device.type == "cpu":
-        bits.numpy()[index.numpy()] = values.numpy()
+        bits.numpy()[_places(index)] = values.numpy()
     else:
         bits[index.long()] = values
+
+
+def _places(index: torch.Tensor) -> Any:
+    """A host index as numpy indexes fastest; other types it casts in small buffers, at half the speed."""
+    return index.numpy().astype(np.intp, copy=False)
 
 
 def merge_first_wins(

@@ -7,7 +7,7 @@ encoding holds in fewer bytes leaves its frame, which is then packed again witho
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from torch_delta.codec.encodings import REGISTRY
 from torch_delta.format.encodings import ENCODINGS
@@ -16,6 +16,7 @@ from torch_delta.format.limits import MAX_FRAME_RAW_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from concurrent.futures import Executor
 
     from torch_delta.codec.change import Change
     from torch_delta.codec.encodings.base import Encoding, Packed, Payload
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 
 
 _Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class _Map(Protocol):
+    """`map`, or that of a pool: results in the order of the items."""
+
+    def __call__(self, function: Callable[[_Item], _Result], items: Iterable[_Item], /) -> Iterator[_Result]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +61,7 @@ def encode_changes(
     level: int = 1,
     absolute_only: bool = False,
     encodings: Sequence[str] = tuple(REGISTRY),
+    pool: Executor | None = None,
 ) -> EncodedPart:
     """Encode what one sender has to say about one version, or a part of it.
 
@@ -65,6 +74,7 @@ def encode_changes(
         level: of zstd, 1 to 19.
         absolute_only: use no encoding that needs old bits to be decoded.
         encodings: names the writer may pick from.
+        pool: encodes frames in its threads; not the pool this call runs in. The result is the same without.
 
     Raises:
         ValueError: a change contradicts the schema or itself, or none of the allowed encodings can carry it (names the
@@ -73,10 +83,11 @@ def encode_changes(
     allowed = [_known(name) for name in encodings]
     fixed = [entry for entry in allowed if entry.is_absolute]
     relative = [] if absolute_only else [entry for entry in allowed if not entry.is_absolute]
-    waiting = [_smallest_fixed(schema, change, fixed) for change in _prepared(schema, changes)]
+    run: _Map = map if pool is None else pool.map
+    waiting = [_smallest_fixed(schema, change, fixed) for change in _prepared(schema, changes, run)]
     frames: list[tuple[Frame, Payload]] = []
     for entry in relative:
-        waiting = _encode_measured(schema, waiting, entry, level, frames)
+        waiting = _encode_measured(schema, waiting, entry, level, frames=frames, run=run)
     for entry in fixed:
         mine = [choice for choice in waiting if choice.fixed == entry.name]
         for group in _groups(mine, lambda choice: choice.fixed_bytes):
@@ -96,12 +107,16 @@ def _known(name: str) -> Encoding:
     return REGISTRY[name]
 
 
-def _prepared(schema: Schema, changes: Iterable[Change]) -> Iterator[Change]:
+def _prepared(schema: Schema, changes: Iterable[Change], run: _Map) -> Iterator[Change]:
     """Checked, in the order of frames, each with its increment."""
-    for change in sorted(changes, key=lambda change: (change.tensor, change.box.offset)):
+
+    def prepare(change: Change) -> Change:
         change.check(schema)
-        if change.count:
-            yield change if change.increment is not None else change.with_increment(change.computed_increment(schema))
+        is_complete = change.increment is not None or not change.count
+        return change if is_complete else change.with_increment(change.computed_increment(schema))
+
+    ordered = sorted(changes, key=lambda change: (change.tensor, change.box.offset))
+    return (change for change in run(prepare, ordered) if change.count)
 
 
 def _smallest_fixed(schema: Schema, change: Change, fixed: Sequence[Encoding]) -> _Choice:
@@ -113,7 +128,13 @@ def _smallest_fixed(schema: Schema, change: Change, fixed: Sequence[Encoding]) -
 
 
 def _encode_measured(
-    schema: Schema, waiting: Sequence[_Choice], entry: Encoding, level: int, frames: list[tuple[Frame, Payload]]
+    schema: Schema,
+    waiting: Sequence[_Choice],
+    entry: Encoding,
+    level: int,
+    *,
+    frames: list[tuple[Frame, Payload]],
+    run: _Map,
 ) -> list[_Choice]:
     """Encode what a compressed encoding holds in the fewest bytes; return the choices it does not."""
     mine: list[_Choice] = []
@@ -122,24 +143,34 @@ def _encode_measured(
         fewest = entry.fewest_bytes(schema, choice.change)
         promising = fewest is not None and (choice.fixed is None or fewest < choice.fixed_bytes)
         (mine if promising else others).append(choice)
-    for group in _groups(mine, lambda choice: choice.change.box.numel * choice.change.new.itemsize):
-        packed = entry.pack(schema, [choice.change for choice in group], level=level)
-        wins = [
-            choice.fixed is None or size < choice.fixed_bytes
-            for choice, size in zip(group, packed.measured, strict=True)
-        ]
-        kept = [choice for choice, win in zip(group, wins, strict=True) if win]
-        others += [choice for choice, win in zip(group, wins, strict=True) if not win]
-        if 0 < len(kept) < len(group):
-            packed = entry.pack(schema, [choice.change for choice in kept], level=level)
-        # The frame itself costs something too, which no slice was charged for.
-        if all(choice.fixed is not None for choice in kept) and packed.stored_bytes >= sum(
-            choice.fixed_bytes for choice in kept
-        ):
-            others += kept
-        else:
-            frames.append(_framed(entry, [choice.change for choice in kept], packed))
+
+    def encode(group: list[_Choice]) -> tuple[tuple[Frame, Payload] | None, list[_Choice]]:
+        return _encode_group(schema, group, entry, level)
+
+    for frame, lost in run(encode, _groups(mine, lambda choice: choice.change.box.numel * choice.change.new.itemsize)):
+        others += lost
+        if frame is not None:
+            frames.append(frame)
     return sorted(others, key=lambda choice: (choice.change.tensor, choice.change.box.offset))
+
+
+def _encode_group(
+    schema: Schema, group: Sequence[_Choice], entry: Encoding, level: int
+) -> tuple[tuple[Frame, Payload] | None, list[_Choice]]:
+    """One frame of what `entry` holds in the fewest bytes, if anything, and the choices it does not."""
+    packed = entry.pack(schema, [choice.change for choice in group], level=level)
+    kept: list[_Choice] = []
+    others: list[_Choice] = []
+    for choice, size in zip(group, packed.measured, strict=True):
+        (kept if choice.fixed is None or size < choice.fixed_bytes else others).append(choice)
+    if 0 < len(kept) < len(group):
+        packed = entry.pack(schema, [choice.change for choice in kept], level=level)
+    # The frame itself costs something too, which no slice was charged for.
+    if all(choice.fixed is not None for choice in kept) and packed.stored_bytes >= sum(
+        choice.fixed_bytes for choice in kept
+    ):
+        return None, [*others, *kept]
+    return _framed(entry, [choice.change for choice in kept], packed), others
 
 
 def _groups(items: Iterable[_Item], size_bytes: Callable[[_Item], int]) -> Iterator[list[_Item]]:

@@ -19,6 +19,7 @@ _MAX_BLOB_BYTES = 1 << 30
 _HEADER = struct.Struct("<Q")  # total bytes of a blob, in front of its first chunk
 _FIRST_POLL_S = 0.0005
 _LONGEST_POLL_S = 0.02
+_POLL_SHARE = 0.05  # of the time waited so far, so that polling lengthens no wait by much
 
 
 class KeyValue(Protocol):
@@ -132,13 +133,14 @@ def await_value(
     Raises:
         DeadlineExceeded: nobody set it in time.
     """
-    deadline = time.monotonic() + timeout_s
-    pause_s = _FIRST_POLL_S
+    started = time.monotonic()
+    deadline = started + timeout_s
     while True:
         value = get_blob(kv, key)
         if value is not None:
             return value
-        left_s = deadline - time.monotonic()
+        now = time.monotonic()
+        left_s = deadline - now
         if left_s <= 0 or is_stopped():
             raise DeadlineExceeded(
                 f"{phase}: nothing heard from {peer} within {timeout_s:g} s; look at that process's log, or raise the "
@@ -147,8 +149,8 @@ def await_value(
                 peer=peer,
                 timeout_s=timeout_s,
             )
+        pause_s = min(max(_FIRST_POLL_S, _POLL_SHARE * (now - started)), _LONGEST_POLL_S)
         time.sleep(min(pause_s, left_s))
-        pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
 
 def put_blob(kv: KeyValue, key: str, data: bytes) -> None:

@@ -99,7 +99,9 @@ class Uploader:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._epoch = 0
         self._stopping = threading.Event()
-        self._pool = ThreadPoolExecutor(config.num_encode_threads, "torch_delta-encode")
+        self._pool = ThreadPoolExecutor(config.num_encode_threads, "torch_delta-part")
+        # Not the same one: a part waits for its frames, and in one pool those could wait for parts to end.
+        self._frames = ThreadPoolExecutor(config.num_encode_threads, "torch_delta-encode")
         self._thread = threading.Thread(target=self._run, name="torch_delta-upload", daemon=True)
         self._thread.start()
 
@@ -117,7 +119,8 @@ class Uploader:
             self._stopping.set()
         self._jobs.put(None)
         self._thread.join(None if wait else _STOP_S)
-        self._pool.shutdown(wait=wait, cancel_futures=not wait)
+        for pool in (self._pool, self._frames):
+            pool.shutdown(wait=wait, cancel_futures=not wait)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None and not self._stopping.is_set():
@@ -162,6 +165,7 @@ class Uploader:
             level=self._config.zstd_level,
             absolute_only=self._config.absolute_only,
             encodings=self._config.usable_encodings,
+            pool=self._frames if self._config.num_encode_threads > 1 else None,
         )
         header = PartHeader(stream_id=self._stream_id, version=job.version, rank=self._team.rank, seq=seq)
         pieces = encode_part(header, encoded.frames, encoded.payloads, schema=self._schema)

@@ -55,6 +55,10 @@ class Advance:
         self._pool = pool
         self._verify = verify
 
+    def owes_proof(self, checkpoint: LocalCheckpoint) -> bool:
+        """Whether the bytes at rest were not digested by this process yet, and should be."""
+        return self._verify != "never" and not checkpoint._verified
+
     def step(self, checkpoint: LocalCheckpoint, target: int, timeout_s: float | None) -> ApplyReport | None:
         """Go one step towards `target`.
 

@@ -92,6 +92,15 @@ def replace_synced(temporary: Path, target: Path) -> None:
     sync_dir(target.parent)
 
 
+def put_in_place(temporary: Path, target: Path, *, fsync: bool) -> None:
+    """Make a written file current under its name, durably if `fsync`."""
+    if fsync:
+        sync_file(temporary)
+        replace_synced(temporary, target)
+    else:
+        temporary.replace(target)
+
+
 def _copy_bytes(source_fd: int, target_fd: int) -> None:
     """Copy from the start of one open file to the start of another, inside the kernel where it can."""
     try:

@@ -142,10 +142,12 @@ class Follower:
             if now is not None and seen is not None and now != seen:
                 yield shared(seen, now)
             seen = now if now is not None else seen
-            if target is not None and now is not None and now >= target:
+            is_there = target is not None and now is not None and now >= target
+            if is_there and not self._advance.owes_proof(checkpoint):
                 return
-            goal = self._lookout.wait(checkpoint, now, target, timeout_s)
-            if goal is None or goal == now:
+            # Where nothing is newer, what is here is proved, or healed, before that is said.
+            goal = target if is_there else self._lookout.wait(checkpoint, now, target, timeout_s)
+            if goal is None or (goal == now and not is_there):
                 continue  # stopped, or another process did it
             try:
                 report = self._lookout.retry(functools.partial(self._advance.step, checkpoint, goal, timeout_s))

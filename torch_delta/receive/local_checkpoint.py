@@ -41,7 +41,7 @@ class LocalCheckpoint:
         checkpoint = LocalCheckpoint("/nvme/qwen3-8b", base="Qwen/Qwen3-8B")
         for report in Follower("s3://bucket/run-7").apply_to(checkpoint):
             with checkpoint.reading() as folder:
-                model = AutoModelForCausalLM.from_pretrained(folder)
+                model = AutoModelForCausalLM.from_pretrained(folder).to("cuda")  # on CPU: copy.deepcopy(...)
 
     Any number of processes of one host may open the same path. One of them at a time writes; the others wait and then
     find the work done. Threads: every method may be called from any thread.
@@ -54,6 +54,8 @@ class LocalCheckpoint:
         allow_extra: tensors the folder may hold although the stream does not know them; they stay as they are.
         patch_budget_bytes: most that patches kept for slow consumers may take; None for the size of the weights.
         timeout_s: how long to wait for other processes at this path, unless a call says otherwise.
+        fsync: wait for the disk before weights change. Without it a killed process is repaired all the same, but after
+            a power cut the folder may have to start again.
 
     Raises:
         FormatError: the base or the folder is no safetensors checkpoint, or its state is damaged.
@@ -69,12 +71,14 @@ class LocalCheckpoint:
         allow_extra: Collection[str] = (),
         patch_budget_bytes: int | None = None,
         timeout_s: float = 600.0,
+        fsync: bool = True,
     ) -> None:
         self.path = Path(path).absolute()
         self.base = base
         self.timeout_s = timeout_s
         self._allow_extra = frozenset(allow_extra)
         self._patch_budget_bytes = patch_budget_bytes
+        self._fsync = fsync
         self._layout = Layout(self.path)
         self._states = StateReader(self._layout.state)
         self._weights: Weights | None = None
@@ -151,6 +155,9 @@ class LocalCheckpoint:
         """Hold the weight files still and yield their folder; they are whole and at `version` inside the block.
 
         Writers wait for the block to end, though they go on downloading meanwhile. Not to be nested.
+
+        What is kept beyond the block must be a copy (F25): safetensors maps the files, so that tensors loaded on CPU in
+        their own dtype are views of them, which the next version changes.
 
         Raises:
             DigestMismatch: the weights are damaged (and say so) until a follower heals them.
@@ -257,6 +264,7 @@ class LocalCheckpoint:
                 allow_extra=self._allow_extra,
                 patch_budget_bytes=self._patch_budget_bytes,
                 timeout_s=max(0.0, deadline - time.monotonic()),
+                fsync=self._fsync,
             )
             try:
                 recover(session)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from torch_delta.crashpoints import reach
 from torch_delta.errors import ChainError
 from torch_delta.receive.access import StateReader, exclusive
-from torch_delta.receive.diskio import check_room, local_io, replace_synced, sync_dir, sync_file, write_synced
+from torch_delta.receive.diskio import check_room, local_io, put_in_place, replace_synced, write_synced
 from torch_delta.receive.folder import SafetensorsFolder
 from torch_delta.receive.patches import Patch, open_patch
 from torch_delta.receive.proofs import check_base, check_damage, check_fit, check_rest, wrong_tensors
@@ -59,6 +59,7 @@ class Session:
         patch_budget_bytes: most that patches kept for consumers alone may take, or None for the size of the weights (at
             least 16 MiB).
         timeout_s: for readers to leave.
+        fsync: sync the journal before weights change.
 
     Attributes:
         layout: as given.
@@ -75,10 +76,12 @@ class Session:
         allow_extra: Collection[str],
         patch_budget_bytes: int | None,
         timeout_s: float,
+        fsync: bool = True,
     ) -> None:
         self.layout = layout
         self.timeout_s = timeout_s
         self.pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="torch-delta-receive")
+        self._fsync = fsync
         self._states = states
         self._weights = weights
         self._allow_extra = allow_extra
@@ -216,17 +219,15 @@ class Session:
             boot_id=boot_id(),
         )
         with local_io(layout.root, f"journal version {prepared.version}"):
-            sync_file(prepared.patch)
-            prepared.patch.replace(path)
-            sync_dir(layout.patches)
+            put_in_place(prepared.patch, path, fsync=self._fsync)
             reach("receive.patch_kept")
             patch = open_patch(path, self.schema)
             weights = self.weights
             self._check_room(state, patch)
-            write_synced(staged, [target.to_bytes()])
+            staged.write_bytes(target.to_bytes())
         with exclusive(layout, self.timeout_s):
             with local_io(layout.root, f"journal version {prepared.version}"):
-                replace_synced(staged, layout.next)
+                put_in_place(staged, layout.next, fsync=self._fsync)
             reach("receive.next_written")
             self.write(patch, weights)
             reach("receive.weights_written")

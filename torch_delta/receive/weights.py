@@ -132,13 +132,13 @@ class Weights:
             else:
                 flat[layout.flat_index(index)] = value
 
-    def digests(self, tensors: Iterable[int], *, pool: ThreadPoolExecutor) -> list[Digest]:
+    def digests(self, tensors: Iterable[int], *, pool: ThreadPoolExecutor | None = None) -> list[Digest]:
         """Digests of whole tensors from the bytes at rest; a full pass over them.
 
         Raises:
             FormatError: two copies of a tied tensor differ.
         """
-        return run_all(pool, self._digest, tensors)
+        return [*map(self._digest, tensors)] if pool is None else run_all(pool, self._digest, tensors)
 
     def _digest(self, tensor: int) -> Digest:
         first, *copies = self._flats[tensor]

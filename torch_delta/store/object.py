@@ -105,7 +105,7 @@ class ObjectStore(Store):
     def _list(self, prefix: str, start_after: str | None) -> Iterator[ObjectInfo]:
         import obstore
 
-        offset = start_after if start_after and self._starts_after and is_key(start_after) else None
+        offset = start_after if start_after is not None and self._starts_after and is_key(start_after) else None
 
         def all_pages() -> Sequence[ObjectInfo]:
             pages = obstore.list(self._client, prefix or None, offset=offset, chunk_size=_LIST_PAGE)

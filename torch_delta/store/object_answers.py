@@ -58,7 +58,8 @@ def understand(error: Exception) -> Answer:
     status = int(found.group(1)) if found else None
     said = _shorten(text)
     if any(name in text for name in _METADATA_SERVICES):
-        return Answer("refused", said, _CREDENTIALS_ADVICE, status)
+        is_overloaded = status is not None and (status == 429 or status >= 500)
+        return Answer("unclear" if is_overloaded else "refused", said, _CREDENTIALS_ADVICE, status)
     if any(words in text for words in _NO_BUCKET):
         return Answer("no bucket", said, _NO_BUCKET_ADVICE, status)
     if isinstance(error, FileNotFoundError):

@@ -152,7 +152,7 @@ class Writer:
         """
         error = trouble[0] if trouble is not None else None
         try:
-            info, found = self._reader.look(call)
+            info, found = self._reader.look(call.again())  # uploading may have taken all the time
         except ObjectNotFound as absent:
             said = Answer("unclear", "the finished upload is not there", "Repeat under a fresh name", None)
             raise call.unavailable(said if trouble is None else trouble[1]) from (absent if error is None else error)

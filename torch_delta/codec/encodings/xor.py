@@ -131,7 +131,8 @@ def _windows(change: Change, scratch: npt.NDArray[np.uint8]) -> Iterator[memoryv
     cuts = np.searchsorted(index, range(step, numel, step)).tolist() if numel > step else []
     for number, (begin, end) in enumerate(zip([0, *cuts], [*cuts, index.size], strict=True)):
         start = number * step
-        here = index[begin:end] - index.dtype.type(start)
+        here = index[begin:end].astype(np.intp)  # numpy casts other types in small buffers, at half the speed
+        here -= start
         lane[here] = flips[begin:end]
         yield scratch[: min(numel - start, step) * width].data
         lane[here] = 0
