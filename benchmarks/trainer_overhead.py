@@ -36,6 +36,7 @@ import torch
 from measure import Samples, machine, median_ratio, table
 
 import torch_delta
+from torch_delta.codec import kernels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

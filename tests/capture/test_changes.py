@@ -151,6 +151,34 @@ def test_changes_outside_the_optimizer(mode, when):
     assert oracle.mismatches(capture.schema, [again.changes], after, oracle.checkpoint(model)) == []
 
 
+@pytest.mark.parametrize("mode", ["transient", "persistent"])
+def test_objects_assigned_anew_are_noticed(mode):
+    """F23: `module.buffer = ...` and load_state_dict(assign=True) put other objects in the place of the bound ones."""
+    torch.manual_seed(0)
+    model = Tiny(tie=False)
+    model.up.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    capture = Capture(optimizer, model, config=CaptureConfig(mode=mode))
+    before = oracle.checkpoint(model)
+    model.bias_correction = model.bias_correction + 1
+    model.up.load_state_dict({name: value + 1 for name, value in model.up.state_dict().items()}, assign=True)
+    step(model, optimizer)
+    collected = capture.collect()
+    assert oracle.mismatches(capture.schema, [collected.changes], before, oracle.checkpoint(model)) == []
+    names = {capture.schema.tensors[change.tensor].name for change in collected.changes}
+    assert {"bias_correction", "up.weight"} <= names
+
+
+def test_a_trained_parameter_assigned_anew_is_refused():
+    """The optimizer goes on updating an object that the model no longer uses."""
+    model, optimizer, capture = trained("persistent")
+    model.up.load_state_dict(model.up.state_dict(), assign=True)
+    with pytest.raises(
+        CaptureError, match=r"up\.weight: the model now holds another object than the optimizer updates"
+    ):
+        capture.collect()
+
+
 def test_loaded_weights_are_noticed():
     model, optimizer, capture = trained("transient")
     step(model, optimizer)

@@ -40,6 +40,15 @@ def test_wrapped_model_has_plain_names():
     assert unwrap_model(torch.compile(plain, backend="eager")) is plain
 
 
+def test_a_submodule_called_module_keeps_its_name():
+    """`module.` in front is a wrapper's only where there is a wrapper."""
+    model = nn.ModuleDict({"module": nn.Linear(2, 2, bias=False), "other": nn.Linear(2, 2, bias=False)})
+    expected = ["module.weight", "other.weight"]
+    assert [item.name for item in model_tensors(model)] == expected
+    assert [item.name for item in model_tensors(torch.compile(model, backend="eager"))] == expected
+    assert [item.name for item in model_tensors(nn.ModuleDict({"module": model}))] == expected
+
+
 def test_ties_are_one_tensor_with_two_names():
     by_name = {item.name: item for item in model_tensors(Tiny(tie=True))}
     assert by_name["embed.weight"].aliases == ("head.weight",)

@@ -129,7 +129,7 @@ def test_inspect_of_the_other_objects(maker: StreamMaker, capsys: pytest.Capture
 
 @pytest.mark.parametrize(
     ("what", "error"),
-    [("4", "ChainError"), ("0", "FormatError"), ("../stream.json", "FormatError"), ("parts/x", "FormatError")],
+    [("4", "ChainError"), ("0", "ChainError"), ("../stream.json", "FormatError"), ("parts/x", "FormatError")],
 )
 def test_inspect_of_what_is_not_there(
     maker: StreamMaker, capsys: pytest.CaptureFixture[str], what: str, error: str

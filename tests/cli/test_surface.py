@@ -70,7 +70,7 @@ def test_the_surface_is_the_frozen_one() -> None:
         (["pull", "x", "y", "--timeout", "soon"], "soon is not a positive number of seconds"),
         (["unknown"], "invalid choice: 'unknown'"),
         (["follow", "x", "y", "--timeout", "nan"], "nan is not a positive number of seconds"),
-        (["log", "s3://bucket/run"], "not in this release"),
+        (["log", "hf://buckets/me/run"], "not in this release"),
         (["log", "ftp://host/run"], "unknown scheme 'ftp'"),
     ],
 )

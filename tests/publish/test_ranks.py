@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -153,6 +154,29 @@ def test_a_missing_receipt_names_the_rank(tmp_path):
 
     run_threads(WORLD, rank_main)
     assert same(reader.replay(tmp_path, initial())[1], edited([1, 2]))
+
+
+def test_a_failed_last_version_is_raised_by_close_on_all_before_rank_0_leaves(tmp_path):
+    """F32: rank 0 often takes the key-value store with it, and then nobody could read why the version failed."""
+    kept = threading.Event()
+
+    def rank_main(rank, team):
+        faults = [Fault("put_new", "parts/*", nth=1, effect=fail_before())] if rank == 1 else []
+        source = ArraySource(owned=rows(rank, WORLD))
+        store = FaultyStore(LocalStore(tmp_path), faults)
+        publisher = open_rank(rank, team, tmp_path, source=source, store=store, num_put_attempts=1)
+        edit(source, 1)
+        publisher.publish()
+        if rank == 2:
+            time.sleep(0.3)
+            kept.set()
+        with pytest.raises(PublishFailed) as caught:
+            publisher.close()
+        assert set(caught.value.failures) == {1}
+        if rank == 0:
+            assert kept.is_set()
+
+    run_threads(WORLD, rank_main)
 
 
 def test_a_rank_that_lies_about_its_boxes_fails_the_version(tmp_path):

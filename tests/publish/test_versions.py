@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -452,3 +454,17 @@ def test_the_shared_map_does_not_grow(root, base):
             publisher.wait(publisher.publish())
             sizes.append(len(publisher._team.kv._values))
     assert max(sizes[10:]) <= max(sizes[:10])
+
+
+def test_what_a_killed_writer_left_is_swept_when_another_attaches(tmp_path):
+    """F84."""
+    folder = tmp_path / "parts" / "00000000000000000001"
+    folder.mkdir(parents=True)
+    for name, age_s in (("old", 90_000.0), ("fresh", 60.0)):
+        path = folder / f".tmp-{name}"
+        path.write_bytes(b"half a part")
+        os.utime(path, (time.time() - age_s,) * 2)
+    with attach_source(ArraySource(), tmp_path, config=config()) as publisher:
+        publisher.publish()
+        publisher.wait()
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".tmp-")] == [".tmp-fresh"]

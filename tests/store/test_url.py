@@ -76,6 +76,8 @@ def test_what_comes_later_says_what_works_now(scheme) -> None:
         ("file:///a?b", "%3F"),
         ("file:///a#b", "%23"),
         ("file:///a%00b", "absolute/path"),
+        ("file:/a", "two slashes"),
+        ("s3:bucket/run", "two slashes"),
         ("memory://", "expected memory://name"),
         ("memory://a b", "expected memory://name"),
     ],

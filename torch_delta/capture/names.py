@@ -38,12 +38,19 @@ class ModelTensor:
     is_buffer: bool
     is_persistent: bool
     """False only for buffers that a state dict leaves out."""
+    home: tuple[nn.Module, str]
+    """The module that holds it, and the attribute: assigning to that puts another object in its place."""
 
 
-def canonical_name(name: str) -> str:
-    """Take wrapper segments off a dotted name: `module.` in front, compile, checkpoint and FSDP1 segments anywhere."""
+def canonical_name(name: str, *, is_wrapped: bool = True) -> str:
+    """Take wrapper segments off a dotted name: `module.` in front, compile, checkpoint and FSDP1 segments anywhere.
+
+    Args:
+        name: as the outermost module has it.
+        is_wrapped: whether a `module.` in front is a wrapper's; False where the model itself has a submodule called so.
+    """
     parts = [part for part in name.split(".") if part not in _WRAPPER_SEGMENTS]
-    return ".".join(parts[1:] if len(parts) > 1 and parts[0] == "module" else parts)
+    return ".".join(parts[1:] if is_wrapped and len(parts) > 1 and parts[0] == "module" else parts)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -52,14 +59,25 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     A wrapper is a module whose only child sits under a wrapper attribute; a model that merely has a submodule called
     `module` next to others is left alone.
     """
-    while True:
-        children = dict(model.named_children())
-        if len(children) != 1:
-            return model
-        ((attribute, child),) = children.items()
-        if attribute not in _WRAPPER_ATTRIBUTES:
-            return model
-        model = child
+    while (inner := _inside(model)) is not None:
+        _, model = inner
+    return model
+
+
+def _is_under_module(model: nn.Module) -> bool:
+    """Whether one of the wrappers `unwrap_model` takes off (DDP) holds the model as `module`."""
+    while (inner := _inside(model)) is not None:
+        attribute, model = inner
+        if attribute == "module":
+            return True
+    return False
+
+
+def _inside(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """What a wrapper wraps, and the attribute it sits under; None if `model` is no wrapper."""
+    children = dict(model.named_children())
+    ((attribute, child),) = children.items() if len(children) == 1 else (("", model),)
+    return (attribute, child) if attribute in _WRAPPER_ATTRIBUTES else None
 
 
 def as_transformers_model(model: nn.Module) -> nn.Module | None:
@@ -79,9 +97,10 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
     """
     owner_of: dict[str, int] = {}
     names_of: dict[int, list[str]] = {}
-    first: dict[int, tuple[torch.Tensor, bool, bool]] = {}
-    for raw, tensor, is_buffer, is_persistent in _walk(model):
-        name = canonical_name(raw)
+    first: dict[int, tuple[torch.Tensor, bool, bool, tuple[nn.Module, str]]] = {}
+    is_wrapped = _is_under_module(model)
+    for raw, tensor, is_buffer, is_persistent, home in _walk(model):
+        name = canonical_name(raw, is_wrapped=is_wrapped)
         holder = owner_of.setdefault(name, id(tensor))
         if holder != id(tensor):
             raise CaptureError(
@@ -89,7 +108,7 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
                 f"(the second is {raw!r}); rename one of the modules",
                 tensor=name,
             )
-        first.setdefault(id(tensor), (tensor, is_buffer, is_persistent))
+        first.setdefault(id(tensor), (tensor, is_buffer, is_persistent, home))
         known = names_of.setdefault(id(tensor), [])
         if name not in known:
             known.append(name)
@@ -101,17 +120,20 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
             trainable=not first[key][1] and first[key][0].requires_grad,
             is_buffer=first[key][1],
             is_persistent=first[key][2],
+            home=first[key][3],
         )
         for key, names in names_of.items()
     ]
 
 
-def _walk(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool, bool]]:
-    """Yields (raw name, tensor, is_buffer, is_persistent)."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield name, parameter, False, True
+def _walk(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool, bool, tuple[nn.Module, str]]]:
+    """Yields (raw name, tensor, is_buffer, is_persistent, home); parameters first."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}.{name}" if prefix else name, parameter, False, True, (module, name)
     for prefix, module in model.named_modules(remove_duplicate=False):
         transient = module._non_persistent_buffers_set
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                yield f"{prefix}.{name}" if prefix else name, buffer, True, name not in transient
+                yield f"{prefix}.{name}" if prefix else name, buffer, True, name not in transient, (module, name)

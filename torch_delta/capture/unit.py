@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from torch_delta.capture import arrays
 from torch_delta.capture.regions import is_natural
@@ -29,7 +30,8 @@ class Unit:
     """A local tensor whose changes this rank reports.
 
     Args:
-        item: the model tensor (kept: the live object is read anew each time, `.data` may be swapped under it).
+        item: the model tensor (kept: the live object is read anew each time, `.data` may be swapped under it, and a
+            buffer or a frozen parameter may be assigned anew).
         shard: what this rank holds of it; not empty.
         pieces: boxes of checkpoint tensors, ascending by local offset, covering the local tensor once.
         serving: dtype the checkpoint stores it in.
@@ -37,7 +39,9 @@ class Unit:
 
     def __init__(self, item: ModelTensor, shard: Shard, pieces: Sequence[Piece], serving: torch.dtype) -> None:
         self.name = item.name
-        self.tensor = item.tensor
+        self._bound = item.tensor
+        self._home = item.home
+        self._is_sharded = not item.is_buffer and isinstance(item.tensor, DTensor)
         self.stepped_by = -1
         """Number of the optimizer that updates it; -1: none, it is only compared at a collect."""
         self.is_buffer = item.is_buffer
@@ -52,6 +56,15 @@ class Unit:
         self._dtype = item.tensor.dtype
 
     @property
+    def tensor(self) -> torch.Tensor:
+        """The live tensor: what the module holds now, except that FSDP shows other tensors between its shards."""
+        module, attribute = self._home
+        now = (module._buffers if self.is_buffer else module._parameters).get(attribute)
+        if self.is_buffer and now is None:
+            raise CaptureError(f"{self.name}: its module no longer holds this buffer; attach again", tensor=self.name)
+        return self._bound if now is None or self._is_sharded else now
+
+    @property
     def device(self) -> torch.device:
         """Where the local tensor lives now."""
         return local_tensor(self.tensor).device
@@ -62,7 +75,14 @@ class Unit:
         Raises:
             CaptureError: shape or dtype are not those attached to.
         """
-        local = local_tensor(self.tensor)
+        tensor = self.tensor
+        if self.stepped_by >= 0 and tensor is not self._bound:
+            raise CaptureError(
+                f"{self.name}: the model now holds another object than the optimizer updates "
+                "(load_state_dict(assign=True)?); build the optimizer anew and attach again",
+                tensor=self.name,
+            )
+        local = local_tensor(tensor)
         if tuple(local.shape) != self.shard.local_shape or local.dtype != self._dtype:
             raise CaptureError(
                 f"{self.name}: local tensor is now {local.dtype} {tuple(local.shape)}, was {self._dtype} "

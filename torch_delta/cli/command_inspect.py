@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_delta.cli.output import counted, human_bytes, share, times_smaller
 from torch_delta.cli.run import OK
-from torch_delta.errors import FormatError
+from torch_delta.errors import ChainError, FormatError
 from torch_delta.format.dtypes import ITEMSIZE
 from torch_delta.format.keys import (
     COMMITS_PREFIX,
@@ -42,6 +42,12 @@ def run(arguments: argparse.Namespace, store: Store, output: Output) -> int:
     stream = Stream(store)
     _, schema = stream.load()
     if what.isdecimal() or what.startswith(COMMITS_PREFIX):
+        if what.isdecimal() and not int(what):
+            raise ChainError(
+                f"{store.url}: version 0 is the base, which has no commit; "
+                f"`torch-delta inspect {store.url} stream.json` shows what it is",
+                target=0,
+            )
         commit, sha256 = stream.commit(int(what) if what.isdecimal() else parse_commit_key(what))
         parts = [_read_part(store, schema, ref.key, ref.stored_bytes) for ref in commit.parts]
         output.record({**_commit_entry(commit, sha256), "parts": [_part_entry(part, schema) for part in parts]})

@@ -173,7 +173,8 @@ class Prover:
         found = len(data), sha256_hex(data)
         if found != (ref.stored_bytes, ref.sha256):
             raise FormatError(
-                f"{ref.key}: damaged: size and sha256 are {found}, {commit.key} says {(ref.stored_bytes, ref.sha256)}",
+                f"{ref.key}: damaged: {found[0]} bytes with sha256 {found[1]}; {commit.key} says "
+                f"{ref.stored_bytes} bytes with {ref.sha256}",
                 key=ref.key,
             )
         return data

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("torch_delta")
 _LONGEST_DELAY_S = 10.0
+_ORPHAN_AGE_S = 86_400.0
 _STOP_S = 5.0
 
 
@@ -87,6 +88,7 @@ class Committer:
         self._thread.join(None if wait else _STOP_S)
 
     def _run(self) -> None:
+        self._sweep()
         while (order := self._orders.get()) is not None and not self._stopping.is_set():
             if order.epoch != self._epoch:
                 continue  # collected before this publisher heard of an abort
@@ -101,6 +103,15 @@ class Committer:
             except DeadlineExceeded:
                 # The key-value store is gone, and with it the way to tell anybody; all ranks meet the same.
                 _logger.exception("the coordinator could not announce the outcome of version %d", order.version)
+
+    def _sweep(self) -> None:
+        """Remove what writers left half written when they were killed long ago (F84); never stops training (F88)."""
+        try:
+            num_removed = self.lineage.stream.store.sweep_temporary(older_than_s=_ORPHAN_AGE_S)
+        except StoreError as error:
+            _logger.warning("old temporary files could not be removed: %s", error)
+        else:
+            _logger.debug("%d old temporary files were removed", num_removed)
 
     def _complete(self, order: Order) -> None:
         if self._pending is not None:

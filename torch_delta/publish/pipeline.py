@@ -158,6 +158,8 @@ class Uploader:
         )
 
     def _upload(self, job: Job, seq: int, changes: Sequence[Change]) -> tuple[PartRef, list[SliceRecord]]:
+        if job.epoch < self._epoch or self._stopping.is_set():
+            raise TorchDeltaError(f"part {seq} of version {job.version} was not uploaded: the version is dropped")
         started = time.perf_counter()
         encoded = encode_changes(
             self._schema,

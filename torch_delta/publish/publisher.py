@@ -9,7 +9,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Self
 
 from torch_delta.capture.source import StepSource
-from torch_delta.errors import DeadlineExceeded, Fenced, TorchDeltaError
+from torch_delta.errors import DeadlineExceeded, Fenced, PublishFailed, TorchDeltaError
 from torch_delta.publish import at_exit
 from torch_delta.publish.anchors import AnchorState, write_anchor
 from torch_delta.publish.committer import Committer
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("torch_delta")
 _FAREWELL_S = 60.0
+_FAREWELL_AFTER_FAILURE_S = 5.0  # enough to hear of it; a rank that died is not waited for much longer
 
 
 class Publisher:
@@ -164,7 +165,11 @@ class Publisher:
         try:
             if self._fenced is None:
                 self._settle(self._versions.newest, self._config.wait_timeout_s)
-            self._farewell()
+            self._farewell(_FAREWELL_S)
+        except (PublishFailed, Fenced):
+            # The other ranks have yet to hear of it, from the key-value store that may go with this process.
+            self._farewell(_FAREWELL_AFTER_FAILURE_S)
+            raise
         finally:
             self.detach()
 
@@ -328,14 +333,17 @@ class Publisher:
         self._owned = None  # whether the coordinator got the last change of it is not known: say it again
         raise failure.error
 
-    def _farewell(self) -> None:
+    def _farewell(self, timeout_s: float) -> None:
+        """On rank 0, wait for all other ranks together; each of them says that it has heard everything."""
         kv, rank = self._team.kv, self._team.rank
         if not self._team.is_coordinator:
             kv.set(f"closed/{rank}", b"\0" * 8)
             return
+        deadline = time.monotonic() + timeout_s
         for other in range(1, self._team.world_size):
+            left_s = max(deadline - time.monotonic(), 0.0)
             try:
-                await_value(kv, f"closed/{other}", timeout_s=_FAREWELL_S, phase="close", peer=f"rank {other}")
+                await_value(kv, f"closed/{other}", timeout_s=left_s, phase="close", peer=f"rank {other}")
             except DeadlineExceeded as error:
                 _logger.warning("%s", error)
 

@@ -40,7 +40,10 @@ def pull(
     Raises:
         TorchDeltaError: as `LocalCheckpoint` and `Follower.apply_to`; the folder is whole and says its version.
     """
-    checkpoint = LocalCheckpoint(path, base=base)
+    if timeout_s is None:
+        checkpoint = LocalCheckpoint(path, base=base)
+    else:
+        checkpoint = LocalCheckpoint(path, base=base, timeout_s=timeout_s)
     with Follower(url) as follower:
         until: int | Literal["head"] = "head" if version is None else version
         for report in follower.apply_to(checkpoint, until=until, timeout_s=timeout_s):

@@ -126,11 +126,8 @@ class Weights:
             if index is None:
                 flat.reshape(spec.shape)[_slices(box)] = value.reshape(box.shape)
                 continue
-            layout = Layout.of(box, spec.shape)
-            if len(layout.steps) == 1:
-                flat[layout.first : layout.first + box.numel][index] = value
-            else:
-                flat[layout.flat_index(index)] = value
+            # Always as int64: numpy casts other types in small buffers, at half the speed.
+            flat[Layout.of(box, spec.shape).flat_index(index)] = value
 
     def digests(self, tensors: Iterable[int], *, pool: ThreadPoolExecutor | None = None) -> list[Digest]:
         """Digests of whole tensors from the bytes at rest; a full pass over them.

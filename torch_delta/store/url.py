@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch_delta.store.base import Store
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_SCHEME_WITHOUT_SLASHES = re.compile(r"(?i:file|memory|s3|gs|az|hf):(?!//)")
 _MEMORY_NAME = re.compile(r"[A-Za-z0-9._/-]+")
 _SUPPORTED = "a directory path, file:///absolute/path, memory://name, s3:// gs:// az://bucket/prefix"
 
@@ -40,6 +41,8 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     scheme = _SCHEME.match(text) if isinstance(url, str) else None
     if not text or "\0" in text:
         raise _malformed(text, "it is empty or holds a NUL character")
+    if scheme is None and isinstance(url, str) and _SCHEME_WITHOUT_SLASHES.match(text):
+        raise _malformed(text, "two slashes follow the colon; a relative path that looks like this starts with ./")
     if scheme is None:
         from torch_delta.store.local import LocalStore
 
