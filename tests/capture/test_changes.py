@@ -171,7 +171,7 @@ def test_objects_assigned_anew_are_noticed(mode):
 
 def test_a_trained_parameter_assigned_anew_is_refused():
     """The optimizer goes on updating an object that the model no longer uses."""
-    model, optimizer, capture = trained("persistent")
+    model, _, capture = trained("persistent")
     model.up.load_state_dict(model.up.state_dict(), assign=True)
     with pytest.raises(
         CaptureError, match=r"up\.weight: the model now holds another object than the optimizer updates"

@@ -270,6 +270,17 @@ def test_attaching_proves_that_every_element_has_one_owner(tmp_path, other, said
     assert not (tmp_path / "stream.json").exists()
 
 
+@pytest.mark.parametrize(("name", "values"), [("every", (1, 2)), ("absolute_only", (True, False))])
+def test_ranks_configured_differently_are_refused(tmp_path, name, values):
+    def rank_main(rank, team):
+        source = ArraySource(owned=rows(rank, 2))
+        with pytest.raises(CaptureError, match=f"ranks 0 and 1 were configured differently: {name} is"):
+            open_rank(rank, team, tmp_path, source=source, **{name: values[rank]})
+
+    run_threads(2, rank_main)
+    assert not (tmp_path / "stream.json").exists()
+
+
 def test_of_two_jobs_on_one_stream_exactly_one_wins(tmp_path):
     # rule W5
     start = threading.Barrier(4)

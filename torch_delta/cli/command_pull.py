@@ -36,8 +36,9 @@ def run(arguments: argparse.Namespace, store: Store, output: Output) -> int:
             steps = Steps(output)
             for report in follower.apply_to(checkpoint, until=target, timeout_s=arguments.timeout):
                 steps.show(report)
-            with output.working("verifying every byte"):
-                proved = checkpoint.verify()
+            size_bytes = sum(checkpoint.schema.tensors[index].nbytes for index in checkpoint.schema.data_indices)
+            with output.progress("verifying every byte", size_bytes) as advance:
+                proved = checkpoint.verify(on_bytes=advance)
     output.record({"path": str(checkpoint.path), "version": proved.version, "verified_bytes": proved.size_bytes})
     size = human_bytes(proved.size_bytes)
     output.line(f"{checkpoint.path} is version {proved.version}, {size} verified", style="bold green")

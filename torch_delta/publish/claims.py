@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch_delta.publish.base import BaseCheckpoint
     from torch_delta.publish.coverage import TensorBox
 
+_ALIKE = ("every", "max_in_flight", "anchor_every", "anchor_file_bytes", "absolute_only")
 _COUNT = struct.Struct("<I")
 _ROW = struct.Struct("<I16s")  # tensor, digest
 
@@ -30,6 +31,8 @@ class Claim:
     """One rank's contribution to the exchange."""
 
     schema_id: str
+    config: Mapping[str, object]
+    """What every rank must have been given alike."""
     constant: tuple[int, ...]
     """Tensors of the base that no model holds."""
     owned: tuple[TensorBox, ...]
@@ -52,7 +55,8 @@ def make_claim(job: AnchorJob, owned: Sequence[OwnedBox]) -> bytes:
         job.base.check_fits(schema)
     elif constant:
         raise CaptureError(f"{len(constant)} tensors are in no model; without a base nobody knows their values")
-    header = json.dumps({"schema_id": schema.id, "constant": constant}).encode()
+    alike = {name: getattr(job.config, name) for name in _ALIKE}
+    header = json.dumps({"schema_id": schema.id, "config": alike, "constant": constant}).encode()
     share = _share(schema, job.base, job.team.rank, job.team.world_size)
     return b"".join(
         (_COUNT.pack(len(header)), header, pack_owned(owned), _pack_rows(source.digests()), _pack_rows(share))
@@ -67,7 +71,14 @@ def read_claim(data: bytes) -> Claim:
     owned, taken = unpack_owned(data[position:])
     model, position = _unpack_rows(data, position + taken)
     base, _ = _unpack_rows(data, position)
-    return Claim(schema_id=header["schema_id"], constant=tuple(header["constant"]), owned=owned, model=model, base=base)
+    return Claim(
+        schema_id=header["schema_id"],
+        config=header["config"],
+        constant=tuple(header["constant"]),
+        owned=owned,
+        model=model,
+        base=base,
+    )
 
 
 def add_up(parts: Iterable[Mapping[int, Digest]]) -> dict[int, Digest]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch_delta.config import PublishConfig
     from torch_delta.format.schema import Schema
     from torch_delta.publish.base import BaseCheckpoint
+    from torch_delta.publish.claims import Claim
 
 _SHOWN = 8
 
@@ -107,6 +108,7 @@ class _Coordinator:
         other = next((rank for rank, claim in enumerate(claims) if claim.schema_id != schema.id), None)
         if other is not None:
             raise CaptureError(f"ranks 0 and {other} publish different tensors; every rank needs the same model")
+        _refuse_other_settings(claims)
         constant = claims[0].constant
         self.ownership = Ownership(schema, {r: claim.owned for r, claim in enumerate(claims)}, constant=constant)
         model, of_base = add_up(claim.model for claim in claims), add_up(claim.base for claim in claims)
@@ -196,6 +198,18 @@ def _stand_at_head(stream: Stream, schema: Schema, digests: list[Digest], config
         parent_sha256=parent_sha256,
         digests=digests,
     )
+
+
+def _refuse_other_settings(claims: Sequence[Claim]) -> None:
+    """Ranks that publish at other steps wait for each other; one with relative encodings breaks an absolute stream."""
+    for rank, claim in enumerate(claims):
+        for name, value in claims[0].config.items():
+            if claim.config[name] != value:
+                raise CaptureError(
+                    f"ranks 0 and {rank} were configured differently: {name} is {value} and {claim.config[name]}; give "
+                    "every rank the same configuration",
+                    ranks=(0, rank),
+                )
 
 
 def _compare_with_base(

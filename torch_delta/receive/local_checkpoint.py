@@ -27,7 +27,7 @@ from torch_delta.receive.state import Layout, State, read_schema
 from torch_delta.receive.weights import Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from types import TracebackType
 
     from torch_delta.format.digest import Digest
@@ -183,12 +183,15 @@ class LocalCheckpoint:
             with self.writing(timeout_s=max(0.0, deadline - time.monotonic()), purpose="recover"):
                 pass
 
-    def verify(self, *, full: bool = True, timeout_s: float | None = None) -> VerifyReport:
+    def verify(
+        self, *, full: bool = True, timeout_s: float | None = None, on_bytes: Callable[[int], object] = lambda _: None
+    ) -> VerifyReport:
         """Prove that the files are what the state says.
 
         Args:
             full: digest every byte at rest; else look at names, shapes, dtypes and sizes only.
             timeout_s: for a writer to finish.
+            on_bytes: told how many more bytes were digested, by several threads.
 
         Raises:
             DigestMismatch: bytes at rest were changed by something else; names the tensors (F14).
@@ -202,7 +205,7 @@ class LocalCheckpoint:
             with Weights(folder, schema, writable=False) as weights:
                 if full:
                     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-                        check_rest(self.path, state, wrong_tensors(weights, schema, state.digests, pool))
+                        check_rest(self.path, state, wrong_tensors(weights, schema, state.digests, pool, on_bytes))
                 return VerifyReport(
                     version=state.version,
                     num_tensors=len(state.digests),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch_delta.errors import BaseMismatch, DigestMismatch
+from torch_delta.receive.workers import run_all
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from concurrent.futures import ThreadPoolExecutor
     from pathlib import Path
 
@@ -37,7 +38,13 @@ def check_fit(folder: SafetensorsFolder, schema: Schema, allow_extra: Collection
         )
 
 
-def wrong_tensors(weights: Weights, schema: Schema, expected: Sequence[Digest], pool: ThreadPoolExecutor) -> list[str]:
+def wrong_tensors(
+    weights: Weights,
+    schema: Schema,
+    expected: Sequence[Digest],
+    pool: ThreadPoolExecutor,
+    on_bytes: Callable[[int], object] = lambda _: None,
+) -> list[str]:
     """Names of the tensors whose bits at rest do not have the expected digests; reads everything.
 
     Args:
@@ -45,8 +52,15 @@ def wrong_tensors(weights: Weights, schema: Schema, expected: Sequence[Digest], 
         schema: of the stream.
         expected: of every tensor that is not an alias, in schema order.
         pool: to digest several tensors at once.
+        on_bytes: told the bytes of each tensor when it is done, by threads of the pool.
     """
-    got = weights.digests(schema.data_indices, pool=pool)
+
+    def digest(index: int) -> Digest:
+        found = weights.digests([index])[0]
+        on_bytes(schema.tensors[index].nbytes)
+        return found
+
+    got = run_all(pool, digest, schema.data_indices)
     pairs = zip(schema.data_indices, got, expected, strict=True)
     return [schema.tensors[index].name for index, digest, wanted in pairs if digest != wanted]
 

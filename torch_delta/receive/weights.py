@@ -19,11 +19,9 @@ from torch_delta.codec.digest import digest_array
 from torch_delta.codec.geometry import Layout
 from torch_delta.errors import FormatError
 from torch_delta.receive.diskio import local_io, sync_file
-from torch_delta.receive.workers import run_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from concurrent.futures import ThreadPoolExecutor
     from types import TracebackType
 
     from torch_delta.format.box import Box
@@ -129,13 +127,13 @@ class Weights:
             # Always as int64: numpy casts other types in small buffers, at half the speed.
             flat[Layout.of(box, spec.shape).flat_index(index)] = value
 
-    def digests(self, tensors: Iterable[int], *, pool: ThreadPoolExecutor | None = None) -> list[Digest]:
+    def digests(self, tensors: Iterable[int]) -> list[Digest]:
         """Digests of whole tensors from the bytes at rest; a full pass over them.
 
         Raises:
             FormatError: two copies of a tied tensor differ.
         """
-        return [*map(self._digest, tensors)] if pool is None else run_all(pool, self._digest, tensors)
+        return [self._digest(tensor) for tensor in tensors]
 
     def _digest(self, tensor: int) -> Digest:
         first, *copies = self._flats[tensor]
