@@ -198,6 +198,31 @@ def test_an_unknown_outcome_is_settled_first(root, base, is_written):
     assert not [name for name, _ in source.calls if name == "rollback"]
 
 
+def test_a_commit_that_was_certainly_not_written_is_given_up(root, base):
+    """A full or read-only disk says so: the version fails, is not kept, and the next one covers it."""
+    full = threading.Event()
+
+    def refuse():
+        if full.is_set():
+            raise StoreUnavailable("no space left", outcome="absent")
+
+    store = faulty(root, Fault("put_new", "commits/*", times=None, effect=call(refuse)))
+    source = ArraySource()
+    with attach_source(source, store, base=base, config=config(commit_timeout_s=0.2)) as publisher:
+        full.set()
+        edit(source, 1)
+        publisher.publish()
+        with pytest.raises(PublishFailed, match="the commit could not be written: no space left") as caught:
+            publisher.wait()
+        assert list(caught.value.failures) == [0]
+        full.clear()
+        assert publisher.publish() == 1
+        publisher.wait()
+    store.assert_fired()
+    assert ("rollback", 1) in source.calls
+    assert same(reader.replay(root, initial())[1], edited([1]))
+
+
 def test_close_settles_an_unknown_outcome(root, base):
     down = threading.Event()
     down.set()

@@ -116,7 +116,7 @@ class Committer:
     def _complete(self, order: Order) -> None:
         if self._pending is not None:
             # Settled first, with the very bytes that may already be there: nothing is numbered on a guess.
-            self._commit(self._pending)
+            self._commit(self._pending, may_exist=True)
         if order.is_flush:
             return
         started = time.perf_counter()
@@ -124,7 +124,7 @@ class Committer:
         draft = self._draft(order, receipts, started)
         crashpoints.reach("publish.receipts_heard")
         self._pending = draft
-        self._commit(draft)
+        self._commit(draft, may_exist=False)
 
     def _receipts(self, order: Order) -> dict[int, Receipt]:
         deadline = time.monotonic() + self._config.receipt_timeout_s
@@ -203,8 +203,14 @@ class Committer:
         except TorchDeltaError as error:
             raise _failed(order.version, {0: error.message}) from error
 
-    def _commit(self, draft: _Draft) -> None:
-        """Create the commit object; repeats the same bytes while the store does not say how it ended."""
+    def _commit(self, draft: _Draft, *, may_exist: bool) -> None:
+        """Create the commit object; repeats the same bytes while the store does not say that it worked.
+
+        Args:
+            draft: what to commit.
+            may_exist: an earlier attempt may have written it. If no attempt can have (a full or read-only disk says so),
+                the version is given up at the deadline; else it stays pending, since a reader may see it.
+        """
         lineage = self.lineage
         version = draft.commit.version
         deadline = time.monotonic() + self._config.commit_timeout_s
@@ -215,7 +221,11 @@ class Committer:
             except Fenced:
                 raise
             except StoreError as error:
+                may_exist = may_exist or getattr(error, "outcome", "unknown") != "absent"
                 if time.monotonic() + delay_s > deadline or self._stopping.is_set():
+                    if not may_exist:
+                        self._pending = None
+                        raise _failed(version, {0: f"the commit could not be written: {error.message}"}) from error
                     raise _failed(
                         version,
                         {
@@ -223,7 +233,7 @@ class Committer:
                             f"{error.message}. The commit is kept and settled first at the next publish or at close"
                         },
                     ) from error
-                _logger.warning("commit of version %d: no clear answer, trying again: %s", version, error)
+                _logger.warning("commit of version %d failed, trying again: %s", version, error)
             self._stopping.wait(delay_s)
         self._pending = None
         lineage.version = version
