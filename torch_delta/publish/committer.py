@@ -208,8 +208,8 @@ class Committer:
 
         Args:
             draft: what to commit.
-            may_exist: an earlier attempt may have written it. If no attempt can have (a full or read-only disk says so),
-                the version is given up at the deadline; else it stays pending, since a reader may see it.
+            may_exist: an earlier attempt may have written it. If none can have (a full or read-only disk says so), the
+                version is given up at the deadline; else it stays pending, since a reader may see it.
         """
         lineage = self.lineage
         version = draft.commit.version
