@@ -32,4 +32,5 @@ for tokens in batches(4, dist.get_rank(), dist.get_world_size()):
 weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 if dist.get_rank() == 0:
     model.save_pretrained(output, state_dict=weights)
+dist.barrier()
 dist.destroy_process_group()

@@ -14,7 +14,7 @@ from torch_delta.format.encodings import ENCODINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = (ROOT / "docs" / "format.md").read_text()
-RULE = r"[A-Z][0-9]{1,2}"
+RULE = r"[A-EG-Z][0-9]{1,2}"  # F is for field cases, cited beside rules
 RULES = re.findall(rf"^- \*\*({RULE})\*\* ", DOCUMENT, flags=re.MULTILINE)
 CITATION = re.compile(rf"\brules? ({RULE}(?:(?:, | and |, rule )(?:{RULE}))*)")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -221,6 +222,29 @@ def test_a_commit_that_was_certainly_not_written_is_given_up(root, base):
     store.assert_fired()
     assert ("rollback", 1) in source.calls
     assert same(reader.replay(root, initial())[1], edited([1]))
+
+
+def test_parts_are_readable_before_the_commit_exists(root, base):
+    # rule K7
+    seen = []
+
+    def look():
+        names = [path.relative_to(root).as_posix() for path in root.glob("parts/*/*.safetensors")]
+        seen.append({name: (root / name).stat().st_size for name in names})
+
+    store = faulty(root, Fault("put_new", "commits/*", effect=call(look), times=None))
+    source = ArraySource()
+    with attach_source(source, store, base=base, config=config()) as publisher:
+        for number in (1, 2):
+            edit(source, number)
+            publisher.publish()
+            publisher.wait()
+    store.assert_fired()
+    for version in (1, 2):
+        line = (root / "commits" / f"{version:020d}.json").read_bytes().split(b"\n")[0]
+        parts = {part["key"]: part["bytes"] for part in json.loads(line)["parts"]}
+        assert parts
+        assert parts.items() <= seen[version - 1].items()
 
 
 def test_close_settles_an_unknown_outcome(root, base):
