@@ -41,8 +41,8 @@ class PublishConfig:
     """Declare the stream free of relative encodings, so that receivers need no copy of the checkpoint."""
     zstd_level: int = 1
     """Compression level of `xor` payloads, 1 (fast) to 19 (small)."""
-    num_encode_threads: int = 1
-    """Threads per rank that encode and upload parts of one version."""
+    num_encode_threads: int = 2
+    """Threads per rank that encode and upload one version."""
     part_bytes: int = 256 * _MIB
     """Changed bytes (indices and values, before compression) after which a rank starts another part."""
     num_put_attempts: int = 3
