@@ -24,6 +24,7 @@ ALLOWED = {
     "capture": GROUND | {"format", "codec"},
     "publish": GROUND | {"format", "codec", "store", "stream", "capture"},
     "receive": GROUND | {"format", "codec", "store", "stream"},
+    "vllm": GROUND | {"format", "codec", "store", "stream", "receive"},
     "testing": GROUND | {"format", "codec", "store", "stream"},
     "cli": GROUND | {"format", "codec", "store", "stream", "receive"},
 }

@@ -65,21 +65,24 @@ class ChaosProxy:
 
     async def _main(self, ready: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        connections: set[asyncio.Task] = set()
+        connections: dict[asyncio.Task, asyncio.StreamWriter] = {}
 
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.ensure_future(self._serve(reader, writer))
-            connections.add(task)
-            task.add_done_callback(connections.discard)
+            connections[task] = writer
+            task.add_done_callback(connections.pop)
 
         server = await asyncio.start_server(accept, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
         ready.set()
         await self._stop.wait()
         server.close()
-        for task in [*connections]:
-            task.cancel()
-        await asyncio.gather(*connections, return_exceptions=True)
+        # Never cancelled: a task cancelled before its first step, or between a connection made and its writer handed
+        # over, leaves a socket to the garbage collector. Aborted, each ends by itself and closes what it opened.
+        while connections:
+            for writer in connections.values():
+                writer.transport.abort()
+            await asyncio.wait([*connections], timeout=0.1)
 
     def _take(self, kinds: tuple[str, ...], head: bytes) -> Fault | None:
         for fault in self.faults:
@@ -105,11 +108,12 @@ class ChaosProxy:
         except OSError:
             pass
         finally:
-            for writer in (client_out, server_out):
-                if writer is not None:
-                    writer.close()
-                    with contextlib.suppress(OSError):
-                        await writer.wait_closed()
+            writers = [writer for writer in (client_out, server_out) if writer is not None]
+            for writer in writers:
+                writer.close()
+            for writer in writers:
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
 
 
 class _Exchange:
