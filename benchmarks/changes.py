@@ -4,18 +4,23 @@
     python benchmarks/changes.py --mib 256 --repeats 15
 
 Compared: `torch_delta.codec.diff` as it is installed (compiled), its numpy reference, the fused cast of fp32 masters
-and comparison, and plain numpy and torch. Speeds count the bytes of one side; memcpy reads and writes as many.
+and comparison, what capture does (the same, and it takes old and new bits and moves its copy along, so that every call
+sees the changes of the one before undone), and plain numpy and torch. Speeds count the bytes of one side; memcpy reads
+and writes as many.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from measure import Samples, machine, median_ratio, table, timed
 
+from torch_delta.capture.kernels import SWEEP, SWEEP_MASTERS
+from torch_delta.capture.sweep import sweep, sweep_masters
 from torch_delta.codec import diff as module
 from torch_delta.codec.diff import diff, diff_bf16
 from torch_delta.codec.kernels import CHANGED, ROUND_BF16
@@ -34,11 +39,17 @@ def reference(old: np.ndarray, new: np.ndarray) -> np.ndarray:
 def contenders(old: np.ndarray, new: np.ndarray) -> dict[str, Callable[[], object]]:
     a, b = torch.from_numpy(old.view(np.int16)), torch.from_numpy(new.view(np.int16))
     master = new.astype(np.uint32) << np.uint32(16)
+    turns = itertools.cycle((b, a))
+    masters = [torch.from_numpy(bits.astype(np.uint32) << np.uint32(16)).view(torch.float32) for bits in (new, old)]
+    wide_turns = itertools.cycle(masters)
+    copies = [a.clone(), a.clone()]
     return {
         "memcpy": old.copy,
         "diff, compiled": lambda: diff(old, new),
         "diff, numpy": lambda: reference(old, new),
         "diff_bf16, compiled (bytes of bf16)": lambda: diff_bf16(master, old, nan_bits=0x7FC0),
+        "capture sweep, bf16": lambda: sweep(copies[0], next(turns))[0],
+        "capture sweep, fp32 masters (bytes of bf16)": lambda: sweep_masters(copies[1], next(wide_turns))[0],
         "numpy flatnonzero(a != b)": lambda: np.flatnonzero(old != new),
         "torch (a != b).nonzero()": lambda: torch.ne(a, b).nonzero(),
     }
@@ -50,8 +61,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    CHANGED.compile()
-    ROUND_BF16.compile()
+    for kernel in (CHANGED, ROUND_BF16, SWEEP[2], SWEEP_MASTERS):
+        kernel.compile()
     rng = np.random.default_rng(0)
     # Bits of finite numbers only, so that no master is a NaN and all contenders find the same elements.
     old = rng.integers(0, 0x7F80, options.mib << 19, dtype=np.uint16)
@@ -63,7 +74,8 @@ def main(argv: list[str] | None = None) -> None:
         new[rng.random(old.size) < share] ^= 1
         work = contenders(old, new)
         samples = {name: Samples() for name in work}
-        found = {name: np.asarray(run()).reshape(-1).size for name, run in work.items() if "diff," in name}
+        exact = [name for name in work if "diff," in name or "sweep," in name]
+        found = {name: np.asarray(work[name]()).reshape(-1).size for name in exact}
         assert len(set(found.values())) == 1, found
         names = list(work)
         for repeat in range(options.repeats):

@@ -6,11 +6,13 @@
 Per trace both sides start from the same base folder holding the old weights. Then versions alternate new, old, new, ...
 so that every version has the same number of changed elements and everything that is warm in a long run is warm here.
 A repeat is one version: sync the disk, publish on one side, sync, publish on the other, the same for fetch + apply;
-who goes first swaps from repeat to repeat. At the end each local checkpoint is compared with the weights bit by bit.
+who goes first changes from repeat to repeat. At the end each local checkpoint is compared with the weights bit by bit.
 
 Bytes are everything the version added to the stream, manifest or commit included, in the direction old -> new.
 Publish seconds run from the call with full tensors to the moment a follower can see the version; follow seconds from
 there until the local checkpoint is verified and complete.
+
+Ours runs once per profile of its encoding (`--profiles`), each a side of its own.
 
 Durability: publishing fsyncs data and folders on both sides. SkyRL's receiving side fsyncs nothing, ours does unless
 told otherwise, so ours has two followers: one that fsyncs nothing either, and one as it is by default. The last table
@@ -160,7 +162,7 @@ def _milliseconds(samples: Samples) -> str:
 def ratios(sides: list[Side]) -> dict[str, float]:
     """Bytes, publish and follow of every side after the first, against the first."""
     first = sides[0]
-    (first_follow,) = first.follow.values()
+    first_follow = list(first.follow.values())[-1]  # the one without fsync, where there are two
     found = {}
     for side in sides[1:]:
         found[f"{side.name} bytes"] = side.wire_bytes / first.wire_bytes
@@ -205,6 +207,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="run the traces whose name contains this")
     parser.add_argument("--repeats", type=int, default=9, help="timed versions per trace")
     parser.add_argument("--threads", type=int, default=2, help="threads of each side")
+    parser.add_argument(
+        "--profiles", default="small,fast", help="of our encoding, one side for each: small, fast or auto, with commas"
+    )
     parser.add_argument("--work", type=Path, default=None, help="folder on the disk to measure (default: temporary)")
     parser.add_argument("--no-skyrl", action="store_true", help="leave SkyRL out even where it is installed")
     parser.add_argument("--small", action="store_true", help="one tiny synthetic pair: does the script still run?")
@@ -224,7 +229,9 @@ def main(argv: list[str] | None = None) -> None:
         makers.append(partial(skyrl.SkyRL, num_threads=arguments.threads))
     else:
         print(f"SkyRL side skipped: {reason}", file=sys.stderr)
-    makers.append(partial(TorchDelta, num_threads=arguments.threads))
+    makers += [
+        partial(TorchDelta, num_threads=arguments.threads, profile=profile) for profile in arguments.profiles.split(",")
+    ]
     before = machine()
     print(f"machine: {before}, {arguments.threads} threads per side, {arguments.repeats} repeats", file=sys.stderr)
     results = []

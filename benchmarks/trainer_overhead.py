@@ -36,7 +36,10 @@ import torch
 from measure import Samples, machine, median_ratio, table
 
 import torch_delta
+from torch_delta.capture import kernels as capture_kernels
 from torch_delta.codec import kernels
+from torch_delta.codec.packed import kernels as packed_kernels
+from torch_delta.codec.packed import kernels_streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -160,7 +163,9 @@ def measure_times(dtype: str, arguments: argparse.Namespace) -> tuple[dict[str, 
             trainers.append(Trainer(variant, DTYPES[dtype], size, work / variant, fused=not arguments.foreach))
             trainers[-1].attach()
             stack.callback(trainers[-1].close)
-        for trainer in trainers:  # compile kernels, make Adam state
+        if not arguments.small:
+            compile_kernels()
+        for trainer in trainers:  # make Adam state
             for _ in range(2):
                 trainer.backward()
                 trainer.step()
@@ -193,7 +198,7 @@ def probe_memory(variant: str, dtype: str, arguments: argparse.Namespace) -> dic
     """Resident and peak bytes of one variant; meant to run alone in a fresh process (Linux)."""
     with _folder(arguments.work) as work:
         # A small run first, and all kernels: libraries and compiled code are not what a parameter costs.
-        if variant != "bare":
+        if variant != "bare" and not arguments.small:
             compile_kernels()
         (work / "small").mkdir()
         small = Trainer(variant, DTYPES[dtype], SMALL, work / "small", fused=not arguments.foreach)
@@ -227,10 +232,11 @@ def probe_memory(variant: str, dtype: str, arguments: argparse.Namespace) -> dic
 
 def compile_kernels() -> None:
     """Compile every hot loop now; otherwise that happens once enough work has come by."""
-    for value in vars(kernels).values():
-        for kernel in value.values() if isinstance(value, dict) else (value,):
-            if isinstance(kernel, kernels.Kernel):
-                kernel.compile()
+    for module in (kernels, packed_kernels, kernels_streams, capture_kernels):
+        for value in vars(module).values():
+            for kernel in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(kernel, kernels.Kernel):
+                    kernel.compile()
 
 
 def _resident_bytes() -> int:

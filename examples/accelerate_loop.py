@@ -7,10 +7,10 @@ import sys
 
 import torch
 from accelerate import Accelerator
-from tiny import batches, checkpoint
 from transformers import AutoModelForCausalLM, get_constant_schedule_with_warmup
 
 import torch_delta
+from tiny import batches, checkpoint
 
 base, stream, output = sys.argv[1:]
 accelerator = Accelerator(gradient_accumulation_steps=2)

@@ -7,12 +7,12 @@ import sys
 
 import torch
 import torch.distributed as dist
-from tiny import batches, checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import torch_delta
+from tiny import batches, checkpoint
 
 base, stream, output = sys.argv[1:]
 dist.init_process_group("gloo")

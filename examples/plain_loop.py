@@ -6,10 +6,10 @@ Follow it while it runs, or later: `torch-delta follow STREAM COPY --base CHECKP
 import sys
 
 import torch
-from tiny import batches, checkpoint
 from transformers import AutoModelForCausalLM
 
 import torch_delta
+from tiny import batches, checkpoint
 
 base, stream, output = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(checkpoint(base), dtype=torch.float32)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch_delta.capture import Capture, TensorSource
-    from torch_delta.config import PublishConfig
+    from torch_delta.config import PublishConfig, RetentionConfig
     from torch_delta.errors import TorchDeltaError
     from torch_delta.publish import Publisher, attach, attach_source
     from torch_delta.receive import Follower, LocalCheckpoint, pull
@@ -26,6 +26,7 @@ _HOME = {
     "LocalCheckpoint": "torch_delta.receive",
     "PublishConfig": "torch_delta.config",
     "Publisher": "torch_delta.publish",
+    "RetentionConfig": "torch_delta.config",
     "TensorSource": "torch_delta.capture",
     "TorchDeltaError": "torch_delta.errors",
     "attach": "torch_delta.publish",
@@ -40,6 +41,7 @@ __all__ = [
     "LocalCheckpoint",
     "PublishConfig",
     "Publisher",
+    "RetentionConfig",
     "TensorSource",
     "TorchDeltaError",
     "attach",

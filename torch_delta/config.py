@@ -5,12 +5,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+OnRestart = Literal["fork", "refuse"]
+"""What a trainer does whose weights are not those at the end of the stream it attaches to."""
 SnapshotMode = Literal["auto", "transient", "persistent"]
 """Where the previous bits live; the formulas for their bytes are with the capture modes."""
 
-_ENCODINGS = ("coo", "xor", "dense")
+Profile = Literal["auto", "small", "fast"]
+"""How `packed` codes positions; see `PublishConfig.profile`."""
+
+_ENCODINGS = ("coo", "packed", "xor", "dense")
 _ABSOLUTE_ENCODINGS = frozenset({"coo", "dense"})
 _MIB = 1 << 20
+_MAX_CLAIM_S = 604_800  # rule L4 of the format
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetentionConfig:
+    """What of a stream stays when room is made.
+
+    Raises:
+        ValueError: a field that cannot work, named.
+    """
+
+    keep_anchors: int = 2
+    """Newest complete anchors that stay, with every version after the oldest of them; at least 2."""
+    grace_s: float = 86_400.0
+    """Seconds after which a part or file that nothing names is garbage; a writer must not take longer for a version."""
+    claim_s: int = 3600
+    """Seconds other deleters keep away if this one dies."""
+    budget_bytes: int | None = None
+    """What the stream should take at most; the report says by how much it takes more. None compares with nothing."""
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        if self.keep_anchors < 2:
+            raise ValueError(f"keep_anchors is {self.keep_anchors}; expected at least 2, see rule L1 of the format")
+        if not self.grace_s >= 0:
+            raise ValueError(f"grace_s is {self.grace_s}; expected 0 or more seconds")
+        if not 1 <= self.claim_s <= _MAX_CLAIM_S:
+            raise ValueError(f"claim_s is {self.claim_s}; expected 1 to {_MAX_CLAIM_S} seconds")
+        if self.budget_bytes is not None and self.budget_bytes < 0:
+            raise ValueError(f"budget_bytes is {self.budget_bytes}; expected 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +74,15 @@ class PublishConfig:
     """Encodings the writer may pick from, per slice, by measured size."""
     absolute_only: bool = False
     """Declare the stream free of relative encodings, so that receivers need no copy of the checkpoint."""
+    profile: Profile = "auto"
+    """How `packed` codes positions. `small`: by old exponent, about 0.7 of the bytes of `fast`, for one more pass over
+    the owned shard at each collect. `fast`: plain gaps. `auto`: `small`, unless uploads run so fast that the bytes it
+    saves take less time than the pass (`small_below_bytes_per_s`)."""
+    small_below_bytes_per_s: float = 2e8
+    """With `profile="auto"`: the measured upload speed of a rank, in stored bytes per second, above which `fast` is
+    used."""
     zstd_level: int = 1
-    """Compression level of `xor` payloads, 1 (fast) to 19 (small)."""
+    """Compression level of `packed` and `xor` payloads, 1 (fast) to 19 (small)."""
     num_encode_threads: int = 2
     """Threads per rank that encode and upload one version."""
     part_bytes: int = 256 * _MIB
@@ -49,10 +91,27 @@ class PublishConfig:
     """How often the upload of a part is tried before the version fails."""
     retry_delay_s: float = 0.5
     """Seconds before the second attempt of an upload or a commit; doubles for each further one, up to 10 s."""
+    on_restart: OnRestart = "fork"
+    """A trainer that is not at the newest version of an existing stream starts a new lineage beside it, which fences
+    the old one's writer and which followers go over to (``"fork"``), or it is refused (``"refuse"``)."""
     anchor_every: int | None = None
-    """Versions between two anchors; None writes anchors only on request."""
+    """Write an anchor of every version that this divides; None leaves it to `anchor_share`."""
+    anchor_share: float | None = 1.0
+    """Write an anchor when taking the deltas since the newest one would cost a receiver more than this share of what
+    taking an anchor costs, by the two speeds below; None writes them by `anchor_every` and on request only."""
+    receiver_bytes_per_s: float = 2e8
+    """Assumed of receivers, for `anchor_share`: stored bytes they download per second."""
+    receiver_elements_per_s: float = 5e7
+    """Assumed of receivers, for `anchor_share`: changed elements they decode and write per second."""
+    anchor_least_s: float = 10.0
+    """A chain that costs a receiver less than this many seconds calls for no anchor, however small the model."""
+    anchor_spool_dir: str | None = None
+    """Folder on a local disk for the copy of a rank's shard that an anchor is made from while training goes on; None is
+    the system's folder for temporary files. Shards up to 256 MiB are copied in memory."""
     anchor_file_bytes: int = 5_000_000_000
     """Size after which an anchor starts another weight file; a larger tensor gets a file of its own."""
+    retention: RetentionConfig | None = None
+    """Delete what no reader needs whenever an anchor was written; None deletes nothing (see `torch-delta gc`)."""
     max_reports: int = 1000
     """Reports kept for `Publisher.wait` and `Publisher.reports`; older ones are dropped."""
 
@@ -61,12 +120,25 @@ class PublishConfig:
         self._check_counts()
         if self.mode not in get_args(SnapshotMode):
             raise ValueError(f"mode is {self.mode!r}; expected one of {', '.join(get_args(SnapshotMode))}")
+        if self.profile not in get_args(Profile):
+            raise ValueError(f"profile is {self.profile!r}; expected one of {', '.join(get_args(Profile))}")
+        if not self.small_below_bytes_per_s > 0:
+            raise ValueError(f"small_below_bytes_per_s is {self.small_below_bytes_per_s}; expected more than 0")
+        if self.on_restart not in get_args(OnRestart):
+            raise ValueError(f"on_restart is {self.on_restart!r}; expected one of {', '.join(get_args(OnRestart))}")
         self._check_encodings()
         for name in ("receipt_timeout_s", "commit_timeout_s", "wait_timeout_s", "attach_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected seconds above 0")
         if self.retry_delay_s < 0:
             raise ValueError(f"retry_delay_s is {self.retry_delay_s}; expected 0 or more seconds")
+        for name in ("receiver_bytes_per_s", "receiver_elements_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected more than 0")
+        if self.anchor_share is not None and not self.anchor_share > 0:
+            raise ValueError(f"anchor_share is {self.anchor_share}; expected more than 0, or None")
+        if not self.anchor_least_s >= 0:
+            raise ValueError(f"anchor_least_s is {self.anchor_least_s}; expected 0 or more seconds")
         if self.wait_timeout_s < self.receipt_timeout_s + self.commit_timeout_s:
             raise ValueError(
                 f"wait_timeout_s is {self.wait_timeout_s}, less than receipt_timeout_s + commit_timeout_s = "
@@ -102,6 +174,11 @@ class PublishConfig:
             raise ValueError(
                 f"encodings are {self.encodings!r}; at least one of {', '.join(sorted(_ABSOLUTE_ENCODINGS))} is needed"
             )
+
+    @property
+    def required_features(self) -> tuple[str, ...]:
+        """What readers of a stream written like this must know."""
+        return ("packed",) if "packed" in self.usable_encodings else ()
 
     @property
     def usable_encodings(self) -> tuple[str, ...]:

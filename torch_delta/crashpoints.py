@@ -48,9 +48,18 @@ POINTS = frozenset(
         "publish.receipt_set",
         "publish.receipts_heard",
         "publish.committed",
+        "publish.lineage_created",
+        "publish.successor_written",
         "publish.anchor_staged",
         "publish.anchor_file_put",
         "publish.anchor_manifest_put",
+        # stream/claim.py and collect.py, in the order of one pass of retention
+        "gc.claimed",
+        "gc.commit_deleted",
+        "gc.part_deleted",
+        "gc.manifest_deleted",
+        "gc.file_deleted",
+        "gc.orphan_deleted",
         # receive/: copying a base or an anchor in, one version, syncing the weights
         "receive.file_copied",
         "receive.install_staged",
@@ -58,13 +67,19 @@ POINTS = frozenset(
         "receive.install_file",
         "receive.install_state",
         "receive.schema_kept",
+        "receive.patches_dropped",
         "receive.parts_fetched",
+        "receive.version_merged",
         "receive.patch_kept",
         "receive.next_written",
         "receive.tensor_written",
         "receive.weights_written",
         "receive.state_switched",
         "receive.weights_synced",
+        # vllm/routing/: before each unit of work of a write to live parameters
+        "vllm.write_job",
+        "vllm.written",
+        "vllm.reload_begun",
     }
 )
 """Every point there is. A test compares this with the calls of `reach` in the package."""

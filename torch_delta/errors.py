@@ -14,6 +14,10 @@
     ├── CaptureError                    this model or optimizer cannot be captured exactly
     ├── PublishFailed                   a version was not committed; nothing is lost
     ├── CheckpointBusy                  another process holds the local checkpoint
+    ├── ApplyFailed                     a version could not be written to live parameters
+    ├── ServerUnavailable               an inference server gave no answer
+    ├── ServerRefused                   an inference server answered with an error
+    ├── FleetFailed                     an operation did not succeed on servers that had to succeed
     └── DeadlineExceeded                a wait ended; names its phase and peer
 
 `error.action` says what a caller can do: ``"retry"`` (the same call may succeed later), ``"resync"`` (start again from
@@ -126,10 +130,48 @@ class PublishFailed(TorchDeltaError):
     failures: Mapping[int, str]
 
 
+class RequestRefused(TorchDeltaError):
+    """A server was asked for something it must not or cannot do, or its environment makes no sense. Facts: field."""
+
+
+class ApplyFailed(TorchDeltaError):
+    """Live weights could not be brought to a version.
+
+    Attributes:
+        undone: the weights are bit for bit what they were before; if not, only a full reload helps.
+    """
+
+    action: ClassVar[Action] = "resync"
+    undone: bool
+
+
 class CheckpointBusy(TorchDeltaError):
     """Another process holds the local checkpoint. Facts: path, holder."""
 
     action: ClassVar[Action] = "retry"
+
+
+class ServerUnavailable(TorchDeltaError):
+    """An inference server could not be reached or broke off its answer. Facts: url, phase."""
+
+    action: ClassVar[Action] = "retry"
+
+
+class ServerRefused(TorchDeltaError):
+    """An inference server answered with an error. Facts: url, phase, status (of HTTP; None if the body says so)."""
+
+
+class FleetFailed(TorchDeltaError):
+    """An operation failed on servers of a fleet; the servers in `reports` did what was asked.
+
+    Attributes:
+        failures: what went wrong, by URL of the server.
+        reports: of the servers that succeeded, by URL.
+    """
+
+    action: ClassVar[Action] = "retry"
+    failures: Mapping[str, Exception]
+    reports: Mapping[str, object]
 
 
 class DeadlineExceeded(TorchDeltaError):

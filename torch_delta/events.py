@@ -62,4 +62,43 @@ class AnchorReport:
     """Seconds of staging them, this rank."""
     assemble_s: float
     """Seconds of assembling and uploading this rank's files."""
+    snapshot_s: float = 0.0
+    """Seconds training waited on this rank while its boxes were copied."""
     total_s: float
+    """Seconds from the call until the anchor existed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetentionReport:
+    """One pass of retention over a stream: what was deleted, or would be, and what is left."""
+
+    dry_run: bool
+    """Nothing was deleted; the other fields say what would have been."""
+    holder: str | None = None
+    """Who was deleting at the time, so that this pass did nothing; None if it ran."""
+    floor: int | None = None
+    """Version of the oldest anchor that stays; None if there are too few anchors to delete any version."""
+    versions: tuple[int, ...] = ()
+    """Whose commits and parts went."""
+    anchors: tuple[int, ...] = ()
+    """Whose full copies went."""
+    num_orphans: int = 0
+    """Parts and files that nothing named."""
+    num_expired_leases: int = 0
+    num_live_leases: int = 0
+    """Readers that hold something back, or could."""
+    num_temporary: int = 0
+    """Temporary files of dead writers; 0 in a dry run, which does not look for them."""
+    freed_bytes: int = 0
+    kept_bytes: int = 0
+    """Of parts, anchors and leases that are left."""
+    budget_bytes: int | None = None
+    """What the stream should take at most; only compared, never enforced at a reader's expense."""
+    failures: tuple[str, ...] = ()
+    """What could not be deleted; tried again the next time."""
+    seconds: float = 0.0
+
+    @property
+    def over_budget_bytes(self) -> int:
+        """By how much the stream is larger than its budget."""
+        return 0 if self.budget_bytes is None else max(self.kept_bytes - self.budget_bytes, 0)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from torch_delta.config import Profile
+
 
 class TorchDelta:
     """A Publisher and two Followers on one directory: one that fsyncs as it does by default, and one that does not.
@@ -27,24 +29,27 @@ class TorchDelta:
         base: folder of the base checkpoint.
         work: empty folder for the stream and the local checkpoints.
         num_threads: that encode. The receiving side takes up to four, as many as the machine has cores.
+        url: of the stream; None for a directory in `work`.
+        profile: of the `packed` encoding.
     """
 
-    name = "torch_delta"
-
-    def __init__(self, base: Path, work: Path, *, num_threads: int) -> None:
+    def __init__(
+        self, base: Path, work: Path, *, num_threads: int, url: str | None = None, profile: Profile = "auto"
+    ) -> None:
+        self.name = "torch_delta" if profile == "auto" else f"torch_delta {profile}"
         self._stream = work / "stream"
-        self._store = open_store(self._stream)
+        self._store = open_store(self._stream if url is None else url)
         self._weights: Mapping[str, torch.Tensor] = load_file(base / "model.safetensors")
         self._publisher = attach_source(
             TensorSource(self._walk, open_base(base).schema),
             self._store,
             base=base,
-            config=PublishConfig(num_encode_threads=num_threads),
+            config=PublishConfig(num_encode_threads=num_threads, profile=profile),
         )
         self._follower = Follower(self._store)
         self._local = {
-            "torch_delta": LocalCheckpoint(work / "local", base=base),
-            "torch_delta (no fsync)": LocalCheckpoint(work / "local-unsynced", base=base, fsync=False),
+            self.name: LocalCheckpoint(work / "local", base=base),
+            f"{self.name} (no fsync)": LocalCheckpoint(work / "local-unsynced", base=base, fsync=False),
         }
         self.followers = {title: partial(self._follow, checkpoint) for title, checkpoint in self._local.items()}
 
@@ -58,6 +63,10 @@ class TorchDelta:
     def _follow(self, checkpoint: LocalCheckpoint) -> None:
         for _ in self._follower.apply_to(checkpoint, until=self._publisher.version):
             pass
+
+    def poll(self) -> None:
+        """What a follower that waits does again and again."""
+        assert self._follower.stream.head(self._publisher.version) == self._publisher.version
 
     def wire_bytes(self) -> int:
         version = f"{self._publisher.version:020d}"

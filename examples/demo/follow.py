@@ -19,7 +19,7 @@ import torch_delta
 def main(out: Path, last_version: int) -> None:
     """Follow `out`/stream into `out`/follower until `last_version`."""
     checkpoint = torch_delta.LocalCheckpoint(out / "follower", base=out / "base")
-    follower = torch_delta.Follower(str(out / "stream"))
+    follower = torch_delta.Follower(str(out / "stream"), merge_from=None)  # a row of the table for every version
     for report in follower.apply_to(checkpoint, until=last_version):
         print(json.dumps(asdict(report)), flush=True)
     checkpoint.verify()  # every byte at rest, once more

@@ -22,7 +22,7 @@ def run_script(tmp_path: Path, script: str, *arguments: str) -> tuple[dict, subp
     return json.loads(result.read_text(encoding="utf-8")), run
 
 
-OURS = {"torch_delta", "torch_delta (no fsync)"}
+OURS = [{f"torch_delta {profile}", f"torch_delta {profile} (no fsync)"} for profile in ("small", "fast")]
 
 
 def check_publish_follow(result: dict, followers: list[set[str]]) -> None:
@@ -38,18 +38,18 @@ def check_publish_follow(result: dict, followers: list[set[str]]) -> None:
 
 def test_publish_follow_measures_both_durabilities_and_says_why_skyrl_is_absent(tmp_path: Path) -> None:
     result, run = run_script(tmp_path, "publish_follow.py", "--small", "--repeats", "3", "--no-skyrl")
-    check_publish_follow(result, [OURS])
-    fsyncs = result["traces"][0]["sides"][0]["fsyncs"]
-    assert fsyncs["torch_delta (no fsync)"] == 0
-    assert fsyncs["torch_delta"] > 0
-    assert fsyncs["publish"] > 0
+    check_publish_follow(result, OURS)
+    for profile, side in zip(("small", "fast"), result["traces"][0]["sides"], strict=True):
+        assert side["fsyncs"][f"torch_delta {profile} (no fsync)"] == 0
+        assert side["fsyncs"][f"torch_delta {profile}"] > 0
+        assert side["fsyncs"]["publish"] > 0
     assert "SkyRL side skipped: left out by --no-skyrl" in run.stderr
 
 
 @pytest.mark.skipif(importlib.util.find_spec("skyrl") is None, reason="needs SkyRL (benchmarks/skyrl_env.sh)")
 def test_publish_follow_beside_skyrl(tmp_path: Path) -> None:
     result, run = run_script(tmp_path, "publish_follow.py", "--small", "--repeats", "3")
-    check_publish_follow(result, [{"SkyRL"}, OURS])
+    check_publish_follow(result, [{"SkyRL"}, *OURS])
     assert "**median**" in run.stdout
 
 
@@ -63,3 +63,64 @@ def test_trainer_overhead_measures_every_mode(tmp_path: Path) -> None:
         assert len(times["full"]) == 2
         assert min(times["full"]) > 0
     assert "| transient |" in run.stdout
+
+
+def test_catch_up_takes_one_step_or_one_per_version(tmp_path: Path) -> None:
+    result, run = run_script(tmp_path, "catch_up.py", "--small", "--versions", "6", "--repeats", "2")
+    ways = result["ways"]
+    assert {way: counts["steps"] for way, counts in ways.items()} == {
+        "merged": 1,
+        "one by one": 6,
+        "one by one, no fsync": 6,
+    }
+    assert ways["merged"]["stored_bytes"] == ways["one by one"]["stored_bytes"]
+    assert 0 < ways["merged"]["set_elements"] <= ways["one by one"]["set_elements"]
+    assert all(min(counts["seconds"]) > 0 for counts in ways.values())
+    assert "| merged |" in run.stdout
+
+
+@pytest.mark.slow
+def test_scale_model_predicts_and_checks_itself(tmp_path: Path) -> None:
+    options = ["--small", "--repeats", "2", "--validate", "--senders", "2", "--layers", "1", "--mesh", "16384"]
+    worlds = ["--models", "qwen3-0.6b", "llama-405b", "--world-sizes", "64", "128"]
+    result, run = run_script(tmp_path, "scale_model.py", *options, *worlds)
+    sizes = {row["model"]: row["elements"] for row in result["predictions"]}
+    assert sizes == {"qwen3-0.6b": 596_049_920, "llama-405b": 405_853_388_800}  # as their model cards say
+    near, far = (row for row in result["predictions"] if row["model"] == "llama-405b")
+    # Halving the shard takes its share off every phase but the commit, which grows with the ranks.
+    for phase in ("capture_s", "encode_s"):
+        assert 0.49 < far["ours"][phase] / near["ours"][phase] < 1.0
+    assert far["ours"]["commit_s"] > near["ours"]["commit_s"]
+    assert far["gather_on_rank_0"] == near["gather_on_rank_0"]
+    assert set(result["validation"]["ratios"]) == {"capture", "encode", "decode", "commit"}
+    assert result["validation"]["changed"] > 0
+    assert "senders of 16384" in run.stdout
+
+
+@pytest.mark.parametrize("script", ["gpu_capture.py", "gpu_encode.py"])
+def test_gpu_benchmarks_run_or_say_that_nothing_was_measured(tmp_path: Path, script: str) -> None:
+    import torch
+
+    result = tmp_path / "result.json"
+    command = [sys.executable, str(BENCHMARKS / script), "--small", "--repeats", "2", "--json", str(result)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    if torch.cuda.is_available():
+        assert run.returncode == 0, run.stderr
+        assert json.loads(result.read_text(encoding="utf-8"))
+    else:
+        assert run.returncode == 1
+        assert "no CUDA device here; nothing was measured" in run.stderr
+        assert not result.exists()
+
+
+def test_bytes_measures_every_encoding_against_the_bound(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    command = [sys.executable, str(BENCHMARKS / "bytes.py"), "--traces", str(tmp_path), "--json", str(result)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 0, run.stderr
+    rows = {row["encoding"]: row for row in json.loads(result.read_text(encoding="utf-8"))}
+    assert set(rows) == {"packed small", "packed fast", "xor", "coo"}
+    assert rows["coo"]["payload"] == 48
+    assert rows["packed small"]["total"] < rows["coo"]["total"]
+    assert min(row["bound"] for row in rows.values()) > 0
+    assert "| synthetic |" in run.stdout

@@ -10,6 +10,7 @@ from tests.capture.models import Tiny, moe
 from torch_delta.capture.capture import Capture
 from torch_delta.capture.config import CaptureConfig
 from torch_delta.capture.placement import Placement
+from torch_delta.capture.policy import choose_mode, free_memory_bytes
 from torch_delta.errors import CaptureError
 from torch_delta.format.schema import Schema, TensorSpec
 
@@ -178,10 +179,22 @@ def test_configuration_is_checked():
         Placement(kind="moon")
 
 
-def test_mode_is_chosen_by_rule():
-    auto = CaptureConfig()
-    assert auto.resolved_mode(on_host=False) == "transient"
-    assert auto.resolved_mode(on_host=True) == "persistent"
-    assert CaptureConfig(steps_per_collect=4).resolved_mode(on_host=False) == "persistent"
-    assert CaptureConfig(placement=Placement(kind="cpu")).resolved_mode(on_host=False) == "persistent"
-    assert CaptureConfig(mode="transient", steps_per_collect=4).resolved_mode(on_host=True) == "transient"
+def test_mode_is_chosen_by_publish_interval_and_memory():
+    auto, rare = CaptureConfig(), CaptureConfig(steps_per_collect=4)
+    assert choose_mode(auto, on_host=False) == "transient"
+    assert choose_mode(auto, on_host=True) == "persistent"
+    assert choose_mode(rare, on_host=False) == "persistent"
+    for config, on_host in ((auto, True), (rare, True), (rare, False)):
+        assert choose_mode(config, on_host=on_host, copy_bytes=50, free_bytes=100) == "persistent"
+        assert choose_mode(config, on_host=on_host, copy_bytes=51, free_bytes=100) == "transient"
+    placed = CaptureConfig(placement=Placement(kind="cpu"))
+    assert choose_mode(placed, on_host=False, copy_bytes=51, free_bytes=100) == "persistent"
+    assert choose_mode(CaptureConfig(mode="transient", steps_per_collect=4), on_host=True) == "transient"
+
+
+def test_free_memory_is_shared_among_the_ranks_of_a_host(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    alone = free_memory_bytes(torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    assert 0 < free_memory_bytes(torch.device("cpu")) < alone / 500
+    assert free_memory_bytes(torch.device("meta")) is None

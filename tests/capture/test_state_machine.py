@@ -37,6 +37,7 @@ class Scripted(torch.optim.Optimizer):
 
 class Machine(RuleBasedStateMachine):
     mode = "transient"
+    keeps_copies = False
     dtype = torch.float32
     tokens = Bundle("tokens")
 
@@ -49,6 +50,8 @@ class Machine(RuleBasedStateMachine):
         self.module.frozen = nn.Parameter(torch.ones(2, dtype=self.dtype), requires_grad=False)
         self.optimizer = Scripted([self.module.a, self.module.b])
         self.capture = Capture(self.optimizer, self.module, config=CaptureConfig(mode=self.mode))
+        for keeper in self.capture._keepers if self.keeps_copies else ():
+            keeper._keeps_copies = True
         self.schema = self.capture.schema
         self.collected = self.now()
         self.open = []  # (token, state before)
@@ -136,7 +139,7 @@ class Machine(RuleBasedStateMachine):
         self.capture.close()
 
 
-@pytest.mark.parametrize("mode", ["transient", "persistent"])
+@pytest.mark.parametrize("mode", ["transient", "transient as on a device", "persistent"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_state_machine(mode, dtype):
     """F01, F03, F05, F19: nothing is lost, doubled or wrong whatever the order of events."""
@@ -144,5 +147,5 @@ def test_state_machine(mode, dtype):
     class Chosen(Machine):
         pass
 
-    Chosen.mode, Chosen.dtype = mode, dtype
+    Chosen.mode, Chosen.dtype, Chosen.keeps_copies = mode.split()[0], dtype, "device" in mode
     run_state_machine_as_test(Chosen, settings=settings(max_examples=50, stateful_step_count=25))

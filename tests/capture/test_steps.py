@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.capture import oracle
 from tests.capture.models import Tiny, tokens
+from torch_delta.capture import memory
 from torch_delta.capture.capture import Capture
 from torch_delta.capture.config import CaptureConfig
 from torch_delta.errors import CaptureError
@@ -305,16 +306,21 @@ def test_steps_retain_nothing():
     assert counts[2] - counts[1] < 50
 
 
-def test_transient_mode_keeps_no_bytes_after_a_collect():
+def test_transient_mode_keeps_no_bytes_after_a_collect(monkeypatch):
     """The promise of 0 bytes per parameter, and the formulas."""
+    monkeypatch.setattr(memory, "num_threads", lambda: 2)
     watched = Watched(config=CaptureConfig(mode="transient"))
     model_bytes = 2 * sum(p.numel() for p in watched.model.parameters())
     buffers = 4 * 5
     assert watched.capture.extra_bytes().persistent == buffers
-    assert watched.capture.extra_bytes().in_step == model_bytes + 2 * 12 * 8
+    assert watched.capture.extra_bytes().in_step == model_bytes + 2 * (12 * 8 + 8 * 12)
     watched.backward()
     watched.optimizer.step()
     assert 0 < watched.capture.extra_bytes().accumulated <= model_bytes
+    summed = watched.capture.extra_bytes().accumulated
+    watched.backward(1)
+    watched.optimizer.step()
+    assert watched.capture.extra_bytes().accumulated >= summed  # first old bits of more elements, and marks
     watched.collect()
     assert watched.capture.extra_bytes().accumulated == 0
     persistent = Watched(config=CaptureConfig(mode="persistent")).capture.extra_bytes()

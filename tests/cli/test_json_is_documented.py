@@ -38,11 +38,16 @@ def test_every_field_is_documented_and_every_documented_field_exists(
         ["inspect", url, maker.stream.commit(1).commit.parts[0].key],
         ["pull", url, copy, "--base", str(base), "--version", "3"],
         ["verify", url, "--checkpoint", copy],  # with a problem: a part is gone
+        ["anchor", url, copy],
+        ["gc", url, "--dry-run"],
+        ["doctor", str(tmp_path / "empty")],
+        ["estimate", str(base), copy],
         ["log", str(tmp_path / "nothing")],
     ):
         main([*argv, "--json"])
     found = set().union(*(fields(json.loads(line)) for line in capsys.readouterr().out.splitlines()))
     said = DOCUMENT.read_text().partition("## JSON")[2]
     documented = set(re.findall(r"`([a-z_0-9]+)`", said))
-    values_and_commands = {"log", "verify", "inspect", "pull", "follow", "delta", "anchor", "shared"}
+    commands = {"log", "verify", "inspect", "pull", "follow", "estimate", "gc", "doctor"}
+    values_and_commands = commands | {"delta", "anchor", "shared"}
     assert found == documented - values_and_commands

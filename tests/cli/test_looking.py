@@ -45,6 +45,7 @@ def test_log_as_json_has_the_documented_fields(maker: StreamMaker, capsys: pytes
         "num_elements": 35,
         "full_bytes": 76,
         "head": 3,
+        "successor": None,
         "anchors": [3],
     }
     files = {path.name: path.stat().st_size for path in (maker.root / "parts" / "00000000000000000001").iterdir()}

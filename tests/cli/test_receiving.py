@@ -173,3 +173,37 @@ def test_follow_gives_up_after_its_timeout(
     assert steps[-1]["version"] == 3
     assert last["error"]["type"] == "DeadlineExceeded"
     assert weights(tmp_path / "copy") == checkpoint_bytes(maker.state)
+
+
+def test_an_anchor_is_made_from_a_folder_that_follows(
+    maker: StreamMaker, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # rules A1, A2: off the trainer; then a newcomer needs no base
+    copy, other = tmp_path / "copy", tmp_path / "other"
+    assert main(["pull", str(maker.root), str(copy), "--base", str(base), "--version", "2"]) == 0
+    capsys.readouterr()
+    assert main(["anchor", str(maker.root), str(copy), "--json"]) == 0
+    (record,) = records(capsys)
+    assert (record["version"], record["num_files"]) == (2, 2)
+    assert main(["verify", str(maker.root), "--json"]) == 0
+    assert records(capsys)[0]["anchors"] == [2]
+    assert main(["pull", str(maker.root), str(other), "--json"]) == 0
+    assert [step["kind"] for step in records(capsys)[:-1]] == ["anchor", "delta"]
+    assert weights(other) == checkpoint_bytes(maker.state)
+    assert (other / "config.json").read_text() == "{}"
+
+
+def test_no_anchor_is_made_of_bytes_that_are_no_version(
+    maker: StreamMaker, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # F14: somebody else wrote to the folder
+    copy = tmp_path / "copy"
+    assert main(["pull", str(maker.root), str(copy), "--base", str(base)]) == 0
+    data = weights(copy)
+    (copy / "model.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert main(["anchor", str(maker.root), str(copy)]) == 1
+    assert "DigestMismatch" in capsys.readouterr().err
+    other = StreamMaker(tmp_path / "another", stream_id="f" * 32)
+    assert main(["anchor", str(other.root), str(copy)]) == 1
+    assert "BaseMismatch" in capsys.readouterr().err
+    assert not (maker.root / "anchors").exists()

@@ -22,6 +22,8 @@ SURFACE = {
     ("verify", "-h --help"),
     ("verify", "--json"),
     ("verify", "--checkpoint"),
+    ("verify", "--full"),
+    ("verify", "--quick"),
     ("inspect", "url"),
     ("inspect", "what"),
     ("inspect", "-h --help"),
@@ -42,6 +44,26 @@ SURFACE = {
     ("follow", "--until"),
     ("follow", "--timeout"),
     ("follow", "--exec"),
+    ("estimate", "old"),
+    ("estimate", "new"),
+    ("estimate", "-h --help"),
+    ("estimate", "--json"),
+    ("estimate", "--link-mbps"),
+    ("doctor", "url"),
+    ("doctor", "-h --help"),
+    ("doctor", "--json"),
+    ("anchor", "url"),
+    ("anchor", "path"),
+    ("anchor", "-h --help"),
+    ("anchor", "--json"),
+    ("anchor", "--timeout"),
+    ("gc", "url"),
+    ("gc", "-h --help"),
+    ("gc", "--json"),
+    ("gc", "--dry-run"),
+    ("gc", "--keep-anchors"),
+    ("gc", "--grace"),
+    ("gc", "--budget"),
 }
 
 
@@ -69,8 +91,9 @@ def test_the_surface_is_the_frozen_one() -> None:
         (["log", "x", "--last", "few"], "'few' is no whole number"),
         (["pull", "x", "y", "--timeout", "soon"], "soon is not a positive number of seconds"),
         (["unknown"], "invalid choice: 'unknown'"),
+        (["estimate", "x", "y", "--link-mbps", "0"], "0 is not a positive number"),
         (["follow", "x", "y", "--timeout", "nan"], "nan is not a positive number of seconds"),
-        (["log", "hf://buckets/me/run"], "not in this release"),
+        (["log", "hf://me/run"], "expected hf://buckets/owner/name/prefix"),
         (["log", "ftp://host/run"], "unknown scheme 'ftp'"),
     ],
 )
@@ -81,7 +104,7 @@ def test_a_wrong_command_line_is_status_2(argv: list[str], message: str, capsys:
 
 def test_help_and_version_are_status_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    for command in ("log", "verify", "inspect", "pull", "follow"):
+    for command in ("log", "verify", "inspect", "pull", "follow", "gc", "doctor"):
         assert command in capsys.readouterr().out or main([command, "--help"]) == 0
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("torch-delta 0.")

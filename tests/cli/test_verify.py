@@ -236,3 +236,21 @@ def test_a_checkpoint_with_other_tensors(
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
     differences = verify(capsys, maker, "--checkpoint", str(folder))["checkpoint"]["differences"]
     assert [text.split(":")[0] for text in differences] == ["a.weight", "b.bias", "z"]
+
+
+def test_a_quick_look_reads_no_part_and_sees_what_is_missing_or_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    maker = three_versions(tmp_path / "stream")
+    part = maker.stream.commit(2).commit.parts[0].key
+    record = verify(capsys, maker, "--quick")
+    assert (record["ok"], record["full"], record["unproved"], record["num_unreferenced"]) == (True, False, [1, 2, 3], 0)
+    assert record["checked_bytes"] == 0
+    data = (maker.root / part).read_bytes()
+    (maker.root / part).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert verify(capsys, maker, "--quick")["ok"]
+    assert not verify(capsys, maker, "--full")["ok"], "only who reads the bytes can know"
+    (maker.root / part).write_bytes(data[:-1])
+    assert [problem["key"] for problem in verify(capsys, maker, "--quick")["problems"]] == [part]
+    (maker.root / part).unlink()
+    assert [problem["version"] for problem in verify(capsys, maker, "--quick")["problems"]] == [2]

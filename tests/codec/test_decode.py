@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.codec.oracle import digest, random_bits, schema_of
 from torch_delta.codec.decode import decode_frame
 from torch_delta.codec.zstd import Inflater, frame_bytes
-from torch_delta.errors import BaseMismatch, DigestMismatch, FormatError, TorchDeltaError, UnsupportedFormat
+from torch_delta.errors import BaseMismatch, DigestMismatch, FormatError, TorchDeltaError
 from torch_delta.format.box import Box
 from torch_delta.format.digest import ZERO, Digest
 from torch_delta.format.frames import Frame, Slice
@@ -120,7 +120,8 @@ def test_the_frame_itself_is_checked() -> None:  # rules P7 to P10; F59, F22
     refused((replace(frame, slices=(outside,)), payload), FormatError, "outside", rule="P8")
     refused((replace(frame, slices=(replace(SLICE, count=9),)), payload), FormatError, "count 9", rule="P9")
     refused(xor(raw=2**40), FormatError, "decodes to the 16 bytes of its boxes", rule="P10")
-    refused((Frame("packed", (SLICE,), 9, 9), {"packed": bytes(9)}), UnsupportedFormat, "packed", rule="P12")
+    refused((Frame("packed", (SLICE,), 9, 9), {"packed": bytes(9)}), FormatError, "about the 16 bytes", rule="P10")
+    refused((Frame("rank", (SLICE,), 9, 9), {"rank": bytes(9)}), FormatError, "unknown encoding 'rank'", rule="P12")
 
 
 def test_xor_payload() -> None:  # rule E3

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch_delta.format.schema import Schema
 
 HEADER = PartHeader(stream_id="0" * 32, version=1, rank=0, seq=0)
-ALL = ("coo", "xor", "dense")
+ALL = ("coo", "packed", "xor", "dense")
 
 
 def change_of(tensor: int, box: Box, old: np.ndarray, new: np.ndarray) -> Change:
@@ -64,7 +64,7 @@ def write(changes: list[Change], old: dict[int, np.ndarray]) -> dict[int, np.nda
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("encodings", [("coo",), ("xor",), ("xor", "dense"), ALL])
+@pytest.mark.parametrize("encodings", [("coo",), ("packed",), ("xor",), ("xor", "dense"), ALL])
 @given(data=st.data())
 def test_round_trip(dtype: str, encodings: tuple[str, ...], data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 9999)))
@@ -95,7 +95,7 @@ def test_round_trip(dtype: str, encodings: tuple[str, ...], data: st.DataObject)
         assert total == next(bits) - next(bits)
 
 
-@pytest.mark.parametrize("encodings", [("coo",), ("xor",), ALL])
+@pytest.mark.parametrize("encodings", [("coo",), ("packed",), ("xor",), ALL])
 def test_column_boxes(encodings: tuple[str, ...]) -> None:
     schema = schema_of(("BF16", (6, 10)), ("F32", (2, 3, 4)))
     rng = np.random.default_rng(0)
@@ -115,7 +115,7 @@ def test_special_values_are_only_bits() -> None:  # F19, F27: NaN is a value lik
     schema = schema_of(("BF16", (6,)))
     old = np.array([0x0000, 0x7FC0, 0x7F80, 0x3F80, 0xFFFF, 0x8000], np.uint16)
     new = np.array([0x8000, 0x7FC1, 0xFF80, 0x7FC0, 0xFFFF, 0x0000], np.uint16)
-    for encodings in (("coo",), ("xor",), ("dense", "coo")):
+    for encodings in (("coo",), ("packed",), ("xor",), ("dense", "coo")):
         part = encode_changes(schema, [change_of(0, Box((0,), (6,)), old, new)], encodings=encodings)
         [change] = through_a_part(schema, part, {0: old})
         assert change.index.tolist() == [0, 1, 2, 3, 5]
@@ -137,7 +137,8 @@ def test_the_smallest_encoding_is_picked() -> None:  # F30
     some[rng.random(old.shape) < 0.01] ^= 1
     noise, low = old ^ rng.integers(1, 2**16, old.shape).astype(np.uint16), old ^ 1
     assert picked(schema, change_of(0, box, old, one)) == "coo"
-    assert picked(schema, change_of(0, box, old, some)) == "xor"
+    assert picked(schema, change_of(0, box, old, some)) == "packed"
+    assert picked(schema, change_of(0, box, old, some), encodings=("coo", "xor", "dense")) == "xor"
     assert picked(schema, change_of(0, box, old, noise)) == "dense"
     assert picked(schema, change_of(0, box, old, low)) == "xor"  # every element, and next to no information
     assert picked(schema, change_of(0, box, old, low), absolute_only=True) == "dense"
@@ -161,10 +162,12 @@ def test_a_slice_that_does_not_compress_leaves_the_shared_frame() -> None:
     new = {t: touch(rng, old[t], 0.01) for t in range(4)}
     new[2] = random_bits(rng, box.shape, 2)
     new[2][old[2] == new[2]] ^= 1
-    part = encode_changes(schema, [change_of(t, box, old[t], new[t]) for t in range(4)])
-    assert {f.encoding: [s.tensor for s in f.slices] for f in part.frames} == {"xor": [0, 1, 3], "dense": [2]}
-    result = write(through_a_part(schema, part, old), old)
-    assert all(np.array_equal(result[t], new[t]) for t in range(4))
+    changes = [change_of(t, box, old[t], new[t]) for t in range(4)]
+    for others in (("packed", "xor"), ("xor",)):
+        part = encode_changes(schema, changes, encodings=("coo", *others, "dense"))
+        assert {f.encoding: [s.tensor for s in f.slices] for f in part.frames} == {others[0]: [0, 1, 3], "dense": [2]}
+        result = write(through_a_part(schema, part, old), old)
+        assert all(np.array_equal(result[t], new[t]) for t in range(4))
 
 
 def test_small_slices_share_frames_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +201,7 @@ def test_boxes_beyond_31_and_32_bits(numel: int) -> None:
     kind = np.uint32 if box.numel < 2**32 else np.int64
     old, new = np.full(4, 7, np.uint16), np.array([1, 2, 3, 4], np.uint16)
     change = Change(tensor=0, box=box, index=np.array(at, kind), old=old, new=new)
-    part = encode_changes(schema, [change])
+    part = encode_changes(schema, [change], encodings=("coo",))
     [frame], [payload] = part.frames, part.payloads
     wide = box.numel > 2**32 - 1
     assert set(payload) == {"coo.index.u64" if wide else "coo.index.u32", "coo.value.BF16"}  # rule E2
@@ -254,7 +257,7 @@ def test_bad_arguments() -> None:
     schema = schema_of(("BF16", (4,)))
     bits = np.zeros(4, np.uint16)
     change = change_of(0, Box((0,), (4,)), bits, bits + np.uint16(1))
-    with pytest.raises(ValueError, match="unknown encoding 'zip'; known: coo, xor, dense"):
+    with pytest.raises(ValueError, match="unknown encoding 'zip'; known: coo, packed, xor, dense"):
         encode_changes(schema, [change], encodings=("zip",))
     with pytest.raises(ValueError, match="zstd level is 0"):
         encode_changes(schema, [change], level=0, encodings=("xor",))
@@ -290,9 +293,11 @@ def test_a_pool_does_not_change_the_bytes() -> None:
     new = {t: touch(rng, array, (0.02, 1e-5)[t % 2]) for t, array in old.items()}
     new[2] = old[2] ^ 1 ^ (random_bits(rng, new[2].shape, 2) & 0xFFFE)
     changes = [change_of(t, Box.whole(old[t].shape), old[t], new[t]) for t in old]
+    new[4] = old[4] ^ 1
+    changes[4] = change_of(4, Box.whole(old[4].shape), old[4], new[4])
     alone = encode_changes(schema, changes)
-    assert {frame.encoding for frame in alone.frames} == {"coo", "xor", "dense"}
-    assert sum(frame.encoding == "xor" for frame in alone.frames) > 1
+    assert {frame.encoding for frame in alone.frames} == {"coo", "packed", "xor", "dense"}
+    assert sum(frame.encoding == "packed" for frame in alone.frames) > 1
     with ThreadPoolExecutor(3) as pool:
         shared = encode_changes(schema, changes, pool=pool)
     # Frames compare by identity.

@@ -67,14 +67,32 @@ def step(model, optimizer, number):
     optimizer.zero_grad()
 
 
-def train(rank, *, root, num_versions, every, mode, dtype, hsdp=False, first_version=0, resume_from=None):
+def train(
+    rank,
+    *,
+    root,
+    num_versions,
+    every,
+    mode,
+    dtype,
+    hsdp=False,
+    first_version=0,
+    resume_from=None,
+    on_restart="fork",
+):
     """Publish `num_versions` versions and dump each; returns (versions reported, changed elements of each)."""
     root = Path(root)
     model = build(resume_from if resume_from is not None else root / "base", hsdp=hsdp, dtype=dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     seen, changed = [], []
     with torch_delta.attach(
-        optimizer, model, str(root / "stream"), base=str(root / "base"), every=every, mode=mode
+        optimizer,
+        model,
+        str(root / "stream"),
+        base=str(root / "base"),
+        every=every,
+        mode=mode,
+        config=torch_delta.PublishConfig(on_restart=on_restart),
     ) as publisher:
         assert publisher.version == first_version
         for version in range(first_version + 1, first_version + num_versions + 1):

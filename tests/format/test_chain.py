@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from torch_delta.errors import ChainError
 from torch_delta.format import ApplyDelta, LoadAnchor, plan
-from torch_delta.format.retention import DropAnchors, DropVersion, plan_deletion
+from torch_delta.format.retention import DropAnchors, DropVersion, deletable_up_to, plan_deletion
 
 
 def text(steps) -> str:
@@ -93,13 +93,31 @@ def test_every_plan_arrives_and_a_gap_is_real(local, target, commits, anchors) -
     [
         (9, range(1, 10), [], []),
         (2, range(1, 10), [3], []),
-        (3, range(1, 10), [3], [DropVersion(1), DropVersion(2), DropVersion(3)]),
-        (5, [3, 2, 4], [3, 0, 7], [DropVersion(2), DropVersion(3), DropAnchors(0)]),
+        (3, range(1, 10), [3], [DropVersion(1), DropVersion(2)]),
+        (5, [3, 2, 4], [3, 0, 7], [DropVersion(2), DropAnchors(0)]),
         (9, [], [1, 5, 5, 3], [DropAnchors(1), DropAnchors(3)]),
     ],
 )
 def test_deletion_order(up_to, commits, anchors, expected) -> None:  # rule A6, rule K6
     assert list(plan_deletion(up_to=up_to, commits=commits, anchors=anchors)) == expected
+
+
+@pytest.mark.parametrize(
+    ("complete", "leases", "keep", "expected"),
+    [
+        ([], [], 2, None),
+        ([7], [], 2, None),
+        ([7, 7], [], 2, None),
+        ([0, 7], [], 2, 0),
+        ([3, 9, 6, 6], [], 2, 6),
+        ([3, 9, 6], [5], 2, 5),
+        ([3, 9, 6], [50, 8], 2, 6),
+        ([3, 9, 6], [], 3, 3),
+    ],
+)
+def test_what_the_newest_anchors_and_live_readers_need_stays(complete, leases, keep, expected) -> None:
+    # rules L1 and L2
+    assert deletable_up_to(complete, leases, keep_anchors=keep) == expected
 
 
 @given(st.integers(1, 12), st.integers(0, 12), st.sets(st.integers(0, 12)))

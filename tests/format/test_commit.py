@@ -133,7 +133,7 @@ def test_newer_formats(fields, refuses, sealed) -> None:  # rule I1, rule I4
         Commit.from_bytes(sealed({"format_version": [2, 0]}), key=KEY)
     # The feature is named even where it changes what the other fields mean.
     with refuses("I4", unsupported=True):
-        Commit.from_bytes(sealed(fields | {"required_features": ["packed"], "parts": "elsewhere"}), key=KEY)
+        Commit.from_bytes(sealed(fields | {"required_features": ["teleport"], "parts": "elsewhere"}), key=KEY)
 
 
 @pytest.mark.parametrize(

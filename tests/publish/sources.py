@@ -47,6 +47,7 @@ class ArraySource:
         self._seen = self._copy()
         self._before = {}
         self._token = 0
+        self.wants_ranks = True
         self.calls = []
 
     def collect(self):

@@ -183,7 +183,7 @@ def test_other_weights_than_the_head_are_refused_and_say_how_to_go_on(tmp_path):
         edit(source, 1)
         publisher.publish()
     with pytest.raises(BaseMismatch, match=r"stands at version 1 with other weights .* publish to a new URL") as caught:
-        attach_source(ArraySource(), tmp_path / "s", base=base, config=config())
+        attach_source(ArraySource(), tmp_path / "s", base=base, config=config(on_restart="refuse"))
     assert caught.value.version == 1
 
 
@@ -192,7 +192,7 @@ def test_a_new_stream_at_version_0_with_other_weights_names_the_tensors(tmp_path
     state = initial()
     state["c.scale"] ^= 1
     with pytest.raises(BaseMismatch, match=r"in 1 tensors \(c\.scale\)"):
-        attach_source(ArraySource(state=state), tmp_path, config=config())
+        attach_source(ArraySource(state=state), tmp_path, config=config(on_restart="refuse"))
 
 
 def test_a_stream_of_other_tensors_is_refused(tmp_path):

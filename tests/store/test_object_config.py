@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tests.store.servers import use
-from torch_delta.errors import TorchDeltaError
+from tests.store.servers import KEY_ID, SECRET, use
+from torch_delta.errors import StoreUnavailable, TorchDeltaError
 from torch_delta.store import open_store
 from torch_delta.store.object import ObjectStore
 from torch_delta.store.object_answers import understand
@@ -103,6 +103,39 @@ def test_a_profile_without_boto3_is_not_ignored(monkeypatch) -> None:
     open_store("s3://bucket/x").close()
 
 
+PROFILES = """
+[default]
+aws_access_key_id = nobody
+aws_secret_access_key = nothing
+[training]
+aws_access_key_id = {id}
+aws_secret_access_key = {secret}
+"""
+
+
+@pytest.mark.s3
+def test_a_profile_is_read_through_boto3(seaweed, monkeypatch, tmp_path) -> None:
+    pytest.importorskip("boto3")
+    (tmp_path / "credentials").write_text(PROFILES.format(id=KEY_ID, secret=SECRET))
+    (tmp_path / "config").write_text("[profile training]\nregion = us-east-1\n[default]\nregion = us-east-1\n")
+    files = {
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
+        "AWS_CONFIG_FILE": str(tmp_path / "config"),
+        "AWS_ENDPOINT_URL": seaweed.environment["AWS_ENDPOINT_URL"],
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    use(monkeypatch, {**files, "AWS_PROFILE": "training"})
+    with open_store(seaweed.fresh_url()) as store:
+        store.put_new("head.json", b"x")
+        assert store.get("head.json") == b"x"
+    use(monkeypatch, files)  # the default profile's keys are wrong
+    with open_store(seaweed.fresh_url()) as store, pytest.raises(StoreUnavailable, match="Access is refused"):
+        store.get("head.json")
+    monkeypatch.setenv("AWS_PROFILE", "no-such-profile")
+    with pytest.raises(TorchDeltaError, match="no-such-profile"):
+        open_store("s3://bucket/x")
+
+
 def test_obstore_is_imported_on_first_use_only() -> None:
     code = "import sys, torch_delta.store.url, torch_delta.store.object; print('obstore' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -142,6 +175,8 @@ def said(status: int, code: str = "") -> str:
         (exceptions.GenericError("Error performing PUT http://169.254.169.254/latest/api/token"), "refused"),
         (exceptions.GenericError(f"http://169.254.169.254/ {said(503)}"), "unclear"),
         (exceptions.GenericError(said(416)), "past the end"),
+        (exceptions.GenericError("Wanted range starting at 10, but object was only 10 bytes long"), "past the end"),
+        (exceptions.PermissionDeniedError(said(403, "<Code>RequestTimeTooSkewed</Code>")), "refused"),
         (exceptions.GenericError(said(408)), "unclear"),
         (exceptions.GenericError(said(429)), "unclear"),
         (exceptions.GenericError(said(500)), "unclear"),

@@ -1,4 +1,4 @@
-"""The conformance suite over s3:// (SeaweedFS) and gs:// (a local XML service), races of processes, and a stream."""
+"""The conformance suite over s3:// (SeaweedFS), gs:// (a local service) and az:// (Azurite), races, and a stream."""
 
 from __future__ import annotations
 
@@ -182,6 +182,12 @@ class TestGcs(ObjectStoreSuite):
             listed = [info.key for info in store.list("commits/", start_after=keys[number])]
             assert listed == keys[number + 1 :]
         assert [info.key for info in store.list(start_after="commits/")] == keys
+
+
+class TestAzure(ObjectStoreSuite):
+    @pytest.fixture
+    def server(self, azure):
+        return azure
 
 
 del StoreSuite, ObjectStoreSuite  # neither is to be collected by itself

@@ -197,7 +197,33 @@ def test_without_the_right_to_list_an_absent_object_is_still_absent(store, proxy
     assert fault.num_fired == 1  # whether the bucket exists is asked once
 
 
-# Silence
+def test_a_clock_that_is_off_is_named(store, proxy) -> None:
+    fault = proxy.add(Fault("answer", b"PUT ", answer=http_error(403, "RequestTimeTooSkewed")))
+    with pytest.raises(StoreUnavailable, match="The clock of this machine is off") as caught:
+        store.put_new(COMMIT, b"ours")
+    assert caught.value.facts["outcome"] == "absent"
+    assert fault.num_fired == 1
+
+
+# Slowness and silence
+
+
+def test_a_slow_link_is_no_error(store, seaweed, proxy) -> None:
+    seaweed.raw_put(store.url, PART, BIG[: 2 << 20])
+    fault = proxy.add(Fault("throttle", b"GET "))
+    assert store.get(PART) == BIG[: 2 << 20]
+    assert fault.num_fired == 1
+
+
+def test_a_download_that_trickles_is_cut_and_repeated_until_the_deadline(quick, seaweed, proxy) -> None:  # F80
+    seaweed.raw_put(quick.url, PART, BIG)
+    fault = proxy.add(Fault("trickle", b"GET ", num_times=10_000, after_bytes=100_000))
+    begin_s = time.monotonic()
+    with pytest.raises(StoreUnavailable, match="within 1 s") as caught:
+        quick.get(PART)
+    assert time.monotonic() - begin_s < 6.0
+    assert (caught.value.facts["phase"], caught.value.facts["peer"]) == (f"get {PART}", quick.url)
+    assert fault.num_fired > 1
 
 
 def test_every_operation_ends_in_time_when_nobody_answers(quick, proxy) -> None:

@@ -58,13 +58,6 @@ def test_memory() -> None:
     assert isinstance(open_store("memory://a/b-c.1"), MemoryStore)
 
 
-@pytest.mark.parametrize("scheme", ["hf", "HF"])
-def test_what_comes_later_says_what_works_now(scheme) -> None:
-    with pytest.raises(TorchDeltaError, match=r"not in this release.*directory path, file:///.*memory://") as caught:
-        open_store(f"{scheme}://bucket/run")
-    assert caught.value.facts["url"] == f"{scheme}://bucket/run"
-
-
 @pytest.mark.parametrize(
     ("url", "words"),
     [

@@ -94,10 +94,10 @@ def compare_masters(before: torch.Tensor, masters: torch.Tensor) -> tuple[torch.
         before: bf16 bits [n].
         masters: fp32 weights [n].
     """
-    nan_bits = _nan_bits()
-    if before.device.type != "cpu" or masters.device.type != "cpu" or nan_bits is None:
+    nan = nan_bits()
+    if before.device.type != "cpu" or masters.device.type != "cpu" or nan is None:
         return None
-    index, new = diff_bf16(host(masters.view(torch.int32)), host(before), nan_bits=nan_bits)
+    index, new = diff_bf16(host(masters.view(torch.int32)), host(before), nan_bits=nan)
     return _as_index(index, index_dtype(before.numel())), torch.from_numpy(new.view(np.int16))
 
 
@@ -121,19 +121,15 @@ def _places(index: torch.Tensor) -> Any:
     return index.numpy().astype(np.intp, copy=False)
 
 
-def merge_first_wins(
-    first: tuple[torch.Tensor, torch.Tensor], second: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Union of two (index, old bits) sets; where both have an index, the value of `first` stays."""
-    if not first[0].numel():
-        return second
-    if not second[0].numel():
-        return first
-    index = torch.cat([first[0], second[0]])
-    old = torch.cat([first[1], second[1]])
+def merge_first_wins(*parts: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Union of (index, old bits) sets, each ascending; where several have an index, the earliest one's value stays."""
+    filled = [part for part in parts if part[0].numel()] or [parts[0]]
+    if len(filled) == 1:
+        return filled[0]
+    index, old = (torch.cat(column) for column in zip(*filled, strict=True))
     if index.device.type == "cpu":
         positions = index.numpy()
-        order = np.argsort(positions, kind="stable")  # two sorted runs: one merge
+        order = np.argsort(positions, kind="stable")  # sorted runs: numpy merges them
         ordered = positions[order]
         keep = np.ones(len(ordered), dtype=bool)
         np.not_equal(ordered[1:], ordered[:-1], out=keep[1:])
@@ -223,8 +219,8 @@ def _as_index(positions: Any, kind: torch.dtype) -> torch.Tensor:
 
 
 @cache
-def _nan_bits() -> int | None:
-    """What torch's cast makes of a NaN on this host, or None if that depends on the NaN."""
-    masters = torch.tensor([0x7F800001, 0x7FC00000, -1, -0x400000] * 16, dtype=torch.int32).view(torch.float32)
-    kinds = set(host(to_bits(masters, torch.bfloat16)).tolist())
+def nan_bits(device_type: str = "cpu") -> int | None:
+    """What torch's cast makes of a NaN on this kind of device, or None if that depends on the NaN."""
+    masters = torch.tensor([0x7F800001, 0x7FC00000, -1, -0x400000] * 16, dtype=torch.int32, device=device_type)
+    kinds = set(host(to_bits(masters.view(torch.float32), torch.bfloat16)).tolist())
     return kinds.pop() if len(kinds) == 1 else None

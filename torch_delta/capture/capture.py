@@ -11,17 +11,19 @@ communicates after construction.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
 from torch_delta.capture import arrays
 from torch_delta.capture.attach import bind, gather_digests
 from torch_delta.capture.config import CaptureConfig
+from torch_delta.capture.crew import share
 from torch_delta.capture.history import Persistent, Transient
 from torch_delta.capture.ledger import Ledger
 from torch_delta.capture.memory import ExtraBytes, extra_bytes
 from torch_delta.capture.optimizer_hooks import StepHooks
+from torch_delta.capture.policy import mode_of
 from torch_delta.capture.resolve import some
 from torch_delta.capture.shardchange import ShardChange
 from torch_delta.errors import CaptureError
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from torch_delta.format.box import Box
     from torch_delta.format.digest import Digest
     from torch_delta.format.schema import Schema
+
+_Item = TypeVar("_Item")
 
 
 class Capture:
@@ -84,6 +88,7 @@ class Capture:
         self._is_fresh = False
         self._is_standalone: bool | None = None
         self._is_closed = False
+        self._wants_ranks = True
         self._keepers: tuple[Persistent | Transient, ...] = ()
         self._bind()
         self._hooks = StepHooks(self._binding.optimizers, self._before_step, self._after_step)
@@ -107,6 +112,15 @@ class Capture:
     def mode(self) -> str:
         """`transient` or `persistent`: what the configuration resolved to."""
         return self._mode
+
+    @property
+    def wants_ranks(self) -> bool:
+        """Whether a collect also reduces changes for `packed`, profile small; set between collects. Default: True."""
+        return self._ledger.wants_ranks
+
+    @wants_ranks.setter
+    def wants_ranks(self, wanted: bool) -> None:
+        self._wants_ranks = self._ledger.wants_ranks = wanted
 
     @torch.no_grad()
     def collect(self) -> Collected:
@@ -198,8 +212,10 @@ class Capture:
 
     def _bind(self) -> None:
         self._binding = bind(self._given, self._model, self._base, self._config, self._group)
-        on_host = all(unit.device.type == "cpu" for unit in self._binding.units)
-        mode, placement = self._config.resolved_mode(on_host=on_host), self._config.placement
+        units = self._binding.units
+        self._on_host = all(unit.device.type == "cpu" for unit in units)
+        self._largest_first = sorted(range(len(units)), key=lambda number: -units[number].numel)
+        mode, placement = mode_of(self._config, units), self._config.placement
         self._mode: str = mode
         with torch.no_grad():
             self._keepers = tuple(
@@ -207,6 +223,7 @@ class Capture:
                 for unit in self._binding.units
             )
             self._ledger = Ledger(self._binding.schema, self._binding.units, self._keepers)
+            self._ledger.wants_ranks = self._wants_ranks
 
     def _rebind_if_replaced(self) -> None:
         """Parameters replaced between attaching and the first step are looked up again, by all ranks together."""
@@ -243,9 +260,8 @@ class Capture:
     def _after_step(self, number: int) -> None:
         started = time.perf_counter()
         with self._ledger.lock:
-            for unit, keeper in self._pairs():
-                if unit.stepped_by == number:
-                    keeper.end_step()
+            stepped = [keeper for unit, keeper in self._pairs() if unit.stepped_by == number]
+            self._each(lambda keeper: keeper.end_step(), stepped)
         self._step_seconds += time.perf_counter() - started
         if number != len(self._binding.optimizers) - 1:
             return
@@ -259,6 +275,14 @@ class Capture:
 
     def _pairs(self) -> Iterator[tuple[Unit, Persistent | Transient]]:
         return zip(self._binding.units, self._keepers, strict=True)
+
+    def _each(self, work: Callable[[_Item], None], items: Sequence[_Item]) -> None:
+        """Unit by unit: on several threads for weights in host memory, else on this one, whose stream they are on."""
+        if self._on_host:
+            share(work, items)
+            return
+        for item in items:
+            work(item)
 
     def _claim(self, *, is_standalone: bool) -> None:
         """Refuse a collect at the wrong moment or by two consumers."""
@@ -289,8 +313,7 @@ class Capture:
         self._ledger.begin()
         try:
             lost = self._lost_flags()
-            for number, is_lost in enumerate(lost):
-                self._ledger.take(number, is_lost=is_lost)
+            self._each(lambda number: self._ledger.take(number, is_lost=lost[number]), self._largest_first)
         except BaseException:
             self._ledger.abandon()
             raise

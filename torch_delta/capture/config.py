@@ -24,9 +24,9 @@ class CaptureConfig:
     mode: Mode = "auto"
     """`transient` copies the bits before each step and compares after it: no bytes per parameter between steps.
     `persistent` keeps a copy (itemsize bytes per owned element) and compares at a collect only: no cost per step, and
-    out-of-band changes keep their old bits. `auto`: transient when weights on an accelerator are collected every step
-    and no other placement is asked for; else persistent, which is two to three times faster per step on the host and
-    peaks no higher there (a transient copy exists while the optimizer steps)."""
+    out-of-band changes keep their old bits. `auto` is transient for weights on an accelerator that are collected every
+    step, else persistent, which reads the weights once per collect where transient reads them four times per step;
+    except that a copy larger than half the free memory is not kept. `policy.py` has the rule and the formulas."""
     steps_per_collect: int = 1
     """Optimizer steps expected between two collects; only `auto` reads it."""
     placement: Placement = field(default_factory=Placement)
@@ -49,13 +49,7 @@ class CaptureConfig:
         if self.mode == "transient" and self.placement != Placement():
             raise CaptureError("capture mode 'transient' keeps no snapshot, so it takes no placement")
 
-    def resolved_mode(self, *, on_host: bool) -> Literal["transient", "persistent"]:
-        """The mode `auto` stands for.
-
-        Args:
-            on_host: whether the weights are in host memory.
-        """
-        if self.mode != "auto":
-            return self.mode
-        rare = self.steps_per_collect > 1
-        return "persistent" if on_host or rare or self.placement != Placement() else "transient"
+    @property
+    def has_placement(self) -> bool:
+        """Whether a persistent copy was given a place of its own."""
+        return self.placement != Placement()

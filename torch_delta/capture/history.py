@@ -2,10 +2,10 @@
 
 Two keepers, one interface. `Persistent` holds a copy of the bits as of the last collect: stepping costs nothing, a
 collect compares everything, changes from anywhere are seen with their old bits. `Transient` holds nothing between
-steps: it copies the bits before a step, compares after it, and adds up (position, old bits) with the first old value
-winning, so that the sum over K steps is exact. When that sum outgrows a copy it becomes one. A fingerprint taken after
-each step and checked before the next tells whether the weights moved in between; then the old bits are lost, the unit
-is `lost`, and the next collect re-sends it whole.
+steps: it copies the bits before a step, compares after it, and adds up (position, old bits) of elements not marked as
+changed yet, so that the sum over K steps is exact. When that sum outgrows a copy it becomes one. A fingerprint taken
+after each step and checked before the next tells whether the weights moved in between; then the old bits are lost, the
+unit is `lost`, and the next collect re-sends it whole.
 
 Taking a collect returns a `Record`; giving the record back undoes it. Records are given back newest first.
 """
@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from torch_delta.capture import arrays
+from torch_delta.capture.marks import Marks
 
 if TYPE_CHECKING:
     from torch_delta.capture.placement import Placement
+    from torch_delta.capture.sweep import Found
     from torch_delta.capture.unit import Unit
 
 Sparse = tuple[torch.Tensor, torch.Tensor]
@@ -34,8 +36,8 @@ class Readable(Protocol):
         """Serving bits now, in unit order; may alias the weights."""
         ...
 
-    def compare(self, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions where they differ from `before`, and the bits there."""
+    def sweep(self, before: torch.Tensor) -> Found:
+        """What differs between `before` and the bits now; `before` becomes the bits now."""
         ...
 
 
@@ -72,12 +74,8 @@ class Persistent:
     def take(self, *, is_lost: bool) -> Record | None:
         """Changes since the last collect, which is now."""
         assert not is_lost
-        index, new = self._unit.compare(self._copy)
-        if not index.numel():
-            return None
-        record = Record(index, arrays.take(self._copy, index), new)
-        arrays.put(self._copy, index, new)
-        return record
+        index, old, new = self._unit.sweep(self._copy)
+        return Record(index, old, new) if index.numel() else None
 
     def give_back(self, record: Record) -> None:
         """Undo the newest collect not yet undone."""
@@ -89,6 +87,10 @@ class Persistent:
         """Bits as of the last collect [numel]; do not modify."""
         return self._copy
 
+    def region(self) -> torch.Tensor:
+        """The same: a collect moves the copy along first."""
+        return self._copy
+
     def kept_bytes(self) -> int:
         """Bytes held between steps."""
         return self._copy.numel() * self._copy.element_size()
@@ -98,13 +100,17 @@ class Transient:
     """Keeps changes only.
 
     Extra bytes: during a step, numel * itemsize (plus what comparing one unit takes, at most as much again); between
-    steps, (index + itemsize) bytes per element changed since the last collect, at most numel * itemsize.
+    steps, (index + itemsize) bytes per element changed since the last collect, at most numel * itemsize, and from the
+    second step since the last collect on the marks, numel / 8 bytes. On a device the copy of the first step after a
+    collect stays until the next one, and no step waits for the device: to add up there, buffers of a fixed size and
+    marks would take half of that copy, and what overflows them would have to be re-sent.
     """
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
+        self._keeps_copies = unit.device.type != "cpu"
         self._sums: list[Sparse] = []
-        self._num_summed = 0
+        self._marks: Marks | None = None  # of what the sums hold, once a second step adds to them
         self._dense: torch.Tensor | None = None  # all bits as of the last collect, once the sums outgrow them
         self._before: torch.Tensor | None = None  # bits before the step in progress
         self._print = arrays.fingerprint(unit.current())
@@ -127,15 +133,22 @@ class Transient:
         before, self._before = self._before, None
         if before is None:
             return
-        index, new = self._unit.compare(before)
+        if self._keeps_copies:
+            for summed in reversed(self._sums):  # given back since; the first old value is written last
+                arrays.put(before, *summed)
+            self._dense = before
+            self._forget_sums()
+            return
+        index, old, _ = self._unit.sweep(before)  # the copy becomes the present, fingerprinted without another array
         if not index.numel():
             return
-        old = arrays.take(before, index)
-        arrays.put(before, index, new)  # the copy becomes the present, to be fingerprinted without another array
         self._print = arrays.fingerprint(before)
+        index, old = self._unmarked(index, old)
+        if not index.numel():
+            return
         per_change = index.element_size() + self._unit.itemsize
-        if (self._num_summed + index.numel()) * per_change < self._unit.numel * self._unit.itemsize:
-            self._add(index, old)
+        if (self._num_summed() + index.numel()) * per_change < self._unit.numel * self._unit.itemsize:
+            self._sums.append((index, old))
             return
         for summed in ((index, old), *reversed(self._sums)):  # the first old value is written last
             arrays.put(before, *summed)
@@ -168,9 +181,8 @@ class Transient:
             self._print = arrays.fingerprint(record.new)
             self._moved.zero_()
         elif self._dense is not None:
-            index, new = self._unit.compare(self._dense)
-            record = Record(index, arrays.take(self._dense, index), new) if index.numel() else None
-            arrays.put(self._dense, index, new)
+            index, old, new = self._unit.sweep(self._dense)
+            record = Record(index, old, new) if index.numel() else None
             self._print = arrays.fingerprint(self._dense)
         else:
             record = self._take_sums()
@@ -191,7 +203,8 @@ class Transient:
             arrays.put(self._dense, record.index, record.old)
             return
         self._sums.insert(0, (record.index, record.old))
-        self._num_summed += record.index.numel()
+        if self._marks is not None:
+            self._marks.add(record.index)
 
     def collected(self) -> torch.Tensor | None:
         """Bits as of the last collect [numel], rebuilt from the live ones; None if they are lost."""
@@ -204,29 +217,37 @@ class Transient:
             arrays.put(bits, *summed)
         return bits
 
+    def region(self) -> torch.Tensor:
+        """Bits now [numel], between the collect and the next step; may alias the weights."""
+        return self._unit.current()
+
     def kept_bytes(self) -> int:
         """Bytes held between steps."""
         held = [tensor for pair in self._sums for tensor in pair]
         held += [tensor for tensor in (self._dense, self._before) if tensor is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        marks = self._marks.size_bytes if self._marks is not None else 0
+        return marks + sum(tensor.numel() * tensor.element_size() for tensor in held)
 
-    def _add(self, index: torch.Tensor, old: torch.Tensor) -> None:
-        """Append, and merge sums of similar size so that duplicates cannot pile up: amortised O(log) per change."""
-        self._sums.append((index, old))
-        while len(self._sums) > 1 and self._sums[-1][0].numel() * 2 >= self._sums[-2][0].numel():
-            later = self._sums.pop()
-            self._sums.append(arrays.merge_first_wins(self._sums.pop(), later))
-        self._num_summed = sum(pair[0].numel() for pair in self._sums)
+    def _unmarked(self, index: torch.Tensor, old: torch.Tensor) -> Sparse:
+        """What of a step's changes is the first since the last collect; all are marked from now on."""
+        if not self._sums:  # nothing to tell apart: no marks are needed where every step is collected
+            return index, old
+        if self._marks is None:
+            self._marks = Marks(self._unit.numel)
+            for summed, _ in self._sums:
+                self._marks.add(summed)
+        fresh = self._marks.add(index)
+        return (index, old) if fresh.numel() == index.numel() else (index[fresh], old[fresh])
+
+    def _num_summed(self) -> int:
+        return sum(index.numel() for index, _ in self._sums)
 
     def _take_sums(self) -> Record | None:
-        while len(self._sums) > 1:
-            later = self._sums.pop()
-            self._sums.append(arrays.merge_first_wins(self._sums.pop(), later))
         if not self._sums:
             return None
-        index, old = self._sums[0]
+        index, old = arrays.merge_first_wins(*self._sums)  # what was given back may hold an index once more
         index, old, new = arrays.drop_equal(index, old, self._unit.take(index))
         return Record(index, old, new) if index.numel() else None
 
     def _forget_sums(self) -> None:
-        self._sums, self._num_summed = [], 0
+        self._sums, self._marks = [], None

@@ -15,12 +15,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from torch_delta.capture import arrays
+from torch_delta.capture.boxchanges import changes_of
 from torch_delta.capture.source import Collected, OwnedBox, Region
-from torch_delta.codec.change import Change
-from torch_delta.codec.digest import digest_box, digest_delta
+from torch_delta.codec.digest import digest_box
 from torch_delta.errors import CaptureError
 from torch_delta.format.digest import ZERO, Digest
 
@@ -29,34 +27,12 @@ if TYPE_CHECKING:
 
     import torch
 
+    from torch_delta.capture.boxchanges import Boxed
     from torch_delta.capture.history import Record
-    from torch_delta.capture.regions import Piece
     from torch_delta.capture.source import Bits
+    from torch_delta.codec.change import Change
     from torch_delta.format.box import Box
     from torch_delta.format.schema import Schema
-
-
-class Boxed(Protocol):
-    """What the ledger must know of a unit; see `Unit`."""
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        ...
-
-    @property
-    def pieces(self) -> Sequence[Piece]:
-        """Boxes of checkpoint tensors, in unit order."""
-        ...
-
-    @property
-    def starts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Unit position of each piece's first element, and the end."""
-        ...
-
-    def current(self) -> torch.Tensor:
-        """Serving bits now, in unit order; may alias the weights."""
-        ...
 
 
 class Keeper(Protocol):
@@ -74,6 +50,10 @@ class Keeper(Protocol):
         """Bits as of the last collect, in unit order; None if they are lost."""
         ...
 
+    def region(self) -> torch.Tensor:
+        """Bits as of the collect in progress, in unit order; only read, and only before the next step."""
+        ...
+
 
 @dataclass(slots=True)
 class _Token:
@@ -81,11 +61,10 @@ class _Token:
     records: list[tuple[int, Record, dict[int, Digest]]] = field(default_factory=list)
     """(unit, what was found, digests before by piece)."""
     changes: list[Change] = field(default_factory=list)
-    num_resent: int = 0
 
 
 class Ledger:
-    """Collect, commit, roll back over some units. Threads: any; every method holds one lock.
+    """Collect, commit, roll back over some units. Threads: any; every method but `take` holds one lock.
 
     Args:
         schema: of the stream.
@@ -99,6 +78,9 @@ class Ledger:
         self._keepers = tuple(keepers)
         self._open: deque[_Token] = deque()
         self._next = 1
+        self.wants_ranks = True
+        """Whether changes are reduced for `packed` while the bits around them are at hand: a pass over every changed
+        unit, which makes them smaller. Set between collects."""
         self.lock = threading.RLock()
         self._digests = [self._full_digests(number) for number in range(len(self._units))]
         placed = [
@@ -117,7 +99,7 @@ class Ledger:
         self._next += 1
 
     def take(self, number: int, *, is_lost: bool = False) -> None:
-        """Collect one unit."""
+        """Collect one unit. Several threads may take different units at a time."""
         token = self._open[-1]
         record = self._keepers[number].take(is_lost=is_lost)
         if record is None:
@@ -126,12 +108,12 @@ class Ledger:
         token.records.append((number, record, before))
         unit = self._units[number]
         known = self._digests[number]
-        for slot, change in _changes(self._schema, unit, record, known):
+        region = self._keepers[number].region if self.wants_ranks else None
+        for slot, change in changes_of(self._schema, unit, record, known, region):
             before[slot] = known[slot]
             assert change.increment is not None
             known[slot] = known[slot] + change.increment
             token.changes.append(change)
-        token.num_resent += len(before) if record.index is None else 0
 
     def finish(self, **facts: Any) -> Collected:
         """Close the change set of the newest token.
@@ -146,7 +128,7 @@ class Ledger:
             token=token.number,
             changes=tuple(changes),
             num_changed=sum(change.count for change in changes),
-            num_resent=token.num_resent,
+            num_resent=sum(len(before) for _, record, before in token.records if record.index is None),
             **facts,
         )
 
@@ -253,39 +235,6 @@ class Ledger:
             digest_box(bits[start:stop].reshape(piece.box.shape), piece.box, self._schema.tensors[piece.tensor].shape)
             for piece, start, stop in zip(unit.pieces, unit.starts[:-1], unit.starts[1:], strict=True)
         ]
-
-
-def _changes(schema: Schema, unit: Boxed, record: Record, known: Sequence[Digest]) -> Iterator[tuple[int, Change]]:
-    """One change per piece with changes: (slot, change with increment)."""
-    new = arrays.host(record.new)
-    if record.index is None or record.old is None:
-        for slot, piece in enumerate(unit.pieces):
-            bits = new[unit.starts[slot] : unit.starts[slot + 1]]
-            shape = schema.tensors[piece.tensor].shape
-            increment = digest_box(bits.reshape(piece.box.shape), piece.box, shape) - known[slot]
-            yield slot, Change.resend(piece.tensor, piece.box, bits, increment)
-        return
-    index, old = record.index.cpu().numpy(), arrays.host(record.old)
-    cuts = np.searchsorted(index, unit.starts)
-    whole: Bits | None = None
-    for slot in np.flatnonzero(np.diff(cuts)).tolist():
-        piece = unit.pieces[slot]
-        part = slice(cuts[slot], cuts[slot + 1])
-        count = int(cuts[slot + 1] - cuts[slot])
-        dense: Bits | None = None
-        if piece.numel > count >= piece.numel * new.itemsize / (4 + new.itemsize):  # as large as positions and values
-            whole = arrays.host(unit.current()) if whole is None else whole
-            dense = whole[unit.starts[slot] : unit.starts[slot + 1]].copy()
-        before, after = old[part], new[part]
-        change = Change(
-            tensor=piece.tensor,
-            box=piece.box,
-            index=(index[part] - unit.starts[slot]).astype(np.uint32 if piece.numel < 2**32 else np.int64),
-            old=before,
-            new=after,
-            dense=dense,
-        )
-        yield slot, change.with_increment(digest_delta(change.flat_index(schema), before, after))
 
 
 def _contains(outer: Box, inner: Box) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import nlargest
 from typing import TYPE_CHECKING
 
+from torch_delta.capture.crew import num_threads
 from torch_delta.capture.history import Persistent, Transient
 
 if TYPE_CHECKING:
@@ -22,12 +24,15 @@ class ExtraBytes:
     persistent mode; owned buffers in transient mode)."""
     in_step: int
     """Peak during `optimizer.step` in transient mode: sum of numel * itemsize over owned trained shards, plus the
-    largest of them once more. 0 in persistent mode."""
+    largest of them once more, one per thread (on the host as many as torch has). 0 in persistent mode."""
     in_collect: int
-    """Peak during `collect` in persistent mode: numel * itemsize of the largest unit."""
+    """Peak during `collect` in persistent mode, besides the changes found: numel * itemsize of the largest units, one
+    per thread. What the compiled passes sweep takes less: it is not cast first."""
     accumulated: int
     """Held now for changes not yet collected (transient mode): (index + itemsize) bytes per changed element, with
-    4-byte indices up to 2^31 elements per shard; at most numel * itemsize per shard."""
+    4-byte indices up to 2^31 elements per shard; at most numel * itemsize per shard. From the second step since a
+    collect on also marks, numel / 8 bytes per changed shard. On a device numel * itemsize from the first step after a
+    collect to the next collect."""
 
 
 def extra_bytes(units: Sequence[Unit], keepers: Sequence[Persistent | Transient]) -> ExtraBytes:
@@ -41,9 +46,10 @@ def extra_bytes(units: Sequence[Unit], keepers: Sequence[Persistent | Transient]
             accumulated += keeper.kept_bytes()
             if unit.stepped_by >= 0:
                 stepped.append(size)
+    threads = num_threads() if all(unit.device.type == "cpu" for unit in units) else 1
     return ExtraBytes(
         persistent=sum(persistent),
-        in_step=sum(stepped) + max(stepped, default=0),
-        in_collect=max(persistent, default=0),
+        in_step=sum(stepped) + sum(nlargest(threads, stepped)),
+        in_collect=sum(nlargest(threads, persistent)),
         accumulated=accumulated,
     )

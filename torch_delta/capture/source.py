@@ -81,6 +81,10 @@ class ChangeSource(Protocol):
     `rollback` may be called from any thread.
     """
 
+    wants_ranks: bool
+    """Whether `collect` reduces changes for profile *small* of the `packed` encoding (`Change.reduced`), which takes
+    one more pass over the boxes in which something changed. Set by the publisher before each collect."""
+
     @property
     def schema(self) -> Schema:
         """The checkpoint tensors, the same on every rank; tied weights appear once, the other names as aliases."""

@@ -21,6 +21,7 @@ from torch_delta.capture.ownership import Claim, exchange, least_loaded
 from torch_delta.capture.placement import Placement
 from torch_delta.capture.regions import Piece, row_major
 from torch_delta.capture.resolve import refuse_quantised, some
+from torch_delta.capture.sweep import sweep
 from torch_delta.errors import CaptureError
 from torch_delta.format.box import Box
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from torch_delta.capture.source import Bits, Collected, OwnedBox, Region
+    from torch_delta.capture.sweep import Found
     from torch_delta.format.digest import Digest
     from torch_delta.format.schema import Schema, TensorSpec
 
@@ -86,6 +88,15 @@ class TensorSource:
     def owned(self) -> Sequence[OwnedBox]:
         """This rank's tensors, whole, ascending; fixed after construction."""
         return self._ledger.owned
+
+    @property
+    def wants_ranks(self) -> bool:
+        """Whether a collect also reduces changes for `packed`, profile small; set between collects. Default: True."""
+        return self._ledger.wants_ranks
+
+    @wants_ranks.setter
+    def wants_ranks(self, wanted: bool) -> None:
+        self._ledger.wants_ranks = wanted
 
     @torch.no_grad()
     def collect(self) -> Collected:
@@ -204,9 +215,9 @@ class _Whole:
         assert self._bits is not None
         return self._bits
 
-    def compare(self, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions where its bits differ from `before`, and the bits there."""
-        return arrays.compare(before, self.current().to(before.device))
+    def sweep(self, before: torch.Tensor) -> Found:
+        """What differs between a copy of its bits and its bits now; the copy becomes the bits now."""
+        return sweep(before, self.current())
 
 
 def _disagreement(name: str, tensor: torch.Tensor, spec: TensorSpec | None, seen: set[str]) -> str:

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch_delta.capture import arrays
 from torch_delta.capture.regions import is_natural
 from torch_delta.capture.shards import local_tensor
+from torch_delta.capture.sweep import sweep, sweep_masters
+from torch_delta.capture.triton_sweep import sweep_on_device
 from torch_delta.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from torch_delta.capture.names import ModelTensor
     from torch_delta.capture.regions import Piece
     from torch_delta.capture.shards import Shard
+    from torch_delta.capture.sweep import Found
 
 
 class Unit:
@@ -111,17 +114,19 @@ class Unit:
         aliases = bits.data_ptr() == local_tensor(self.tensor).data_ptr()
         return bits.clone() if aliases else bits
 
-    def compare(self, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Unit positions where the serving bits differ from `before`, and the bits there now.
+    def sweep(self, before: torch.Tensor) -> Found:
+        """What differs between a copy of the serving bits and the bits now; the copy becomes the bits now.
 
         Args:
-            before: bits in unit order [numel], on the device of the weights or on the host.
+            before: bits in unit order [numel], on the device of the weights or on the host; written.
         """
-        if self.is_natural and self._dtype == torch.float32 and self.serving == torch.bfloat16:
-            found = arrays.compare_masters(before, self.live())
+        if self.is_natural and self.serving == torch.bfloat16:
+            live = self.live()
+            found = sweep_masters(before, live) if self._dtype == torch.float32 else None
+            found = found if found is not None else sweep_on_device(before, live)
             if found is not None:
                 return found
-        return arrays.compare(before, self.current().to(before.device))
+        return sweep(before, self.current())
 
     def take(self, index: torch.Tensor) -> torch.Tensor:
         """Serving bits now at unit positions, O(len(index)) for natural units."""

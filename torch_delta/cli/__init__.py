@@ -1,4 +1,4 @@
-"""The command line: `torch-delta log | verify | inspect | pull | follow`.
+"""The command line: `torch-delta log | verify | inspect | pull | follow | gc | doctor | estimate`.
 
 `arguments` is the whole surface, `run` turns errors into messages and exit codes, each `command_*` does one command,
 and `output` owns what a person or, with `--json`, a program gets to see. Importing this package loads none of them.

@@ -10,7 +10,7 @@ _EPILOG = """\
 exit status: 0 all well, 1 a problem was found or met, 2 the command line is wrong.
 docs/cli.md describes the output of --json.
 """
-_URL_HELP = "root of the stream: a directory, file:///absolute/path"
+_URL_HELP = "root of the stream: a directory, file:///absolute/path, s3:// gs:// az://bucket/prefix, hf://buckets/owner/name/prefix"
 _BASE_HELP = (
     "checkpoint folder or Hub id (name or name@revision) that the stream starts from; copied to PATH the first time, "
     "needless if PATH holds a checkpoint or the stream has an anchor"
@@ -34,6 +34,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_pull(commands)
     _add_follow(commands)
+    _add_anchor(commands)
+    _add_gc(commands)
+    _add_doctor(commands)
+    _add_estimate(commands)
     return parser
 
 
@@ -41,6 +45,13 @@ _Commands = argparse._SubParsersAction  # argparse gives the type no public name
 
 
 def _add(commands: _Commands[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
+    command = _add_bare(commands, name, text)
+    command.add_argument("url", metavar="URL", help=_URL_HELP)
+    return command
+
+
+def _add_bare(commands: _Commands[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
+    """A command that is about no stream."""
     command = commands.add_parser(
         name,
         help=text.partition(".")[0].partition(":")[0],
@@ -48,7 +59,6 @@ def _add(commands: _Commands[argparse.ArgumentParser], name: str, text: str) -> 
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("url", metavar="URL", help=_URL_HELP)
     command.add_argument("--json", action="store_true", help="JSON for programs instead of tables; see docs/cli.md")
     return command
 
@@ -66,6 +76,14 @@ def _add_verify(commands: _Commands[argparse.ArgumentParser]) -> None:
         "verify",
         "Read a whole stream and prove it: seals, hash chain, bytes of every part and anchor, every slice, and that "
         "the slices lead from state to state. Needs no copy of the weights.",
+    )
+    extent = command.add_mutually_exclusive_group()
+    extent.add_argument("--full", action="store_true", default=True, help="read every object (the default)")
+    extent.add_argument(
+        "--quick",
+        dest="full",
+        action="store_false",
+        help="read the small objects only, and see that the others are there with their sizes",
     )
     command.add_argument(
         "--checkpoint",
@@ -116,6 +134,66 @@ def _add_follow(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
 
 
+def _add_anchor(commands: _Commands[argparse.ArgumentParser]) -> None:
+    command = _add(
+        commands,
+        "anchor",
+        "Upload a checkpoint folder that follows the stream as a full copy of the version it is at, after digesting "
+        "every byte of it. The trainer has nothing to do with it.",
+    )
+    command.add_argument("path", type=Path, metavar="PATH", help="folder that `pull` or `follow` keeps")
+    command.add_argument(
+        "--timeout", type=_seconds, default=600.0, metavar="S", help="seconds to wait for others at PATH (default: 600)"
+    )
+
+
+def _add_gc(commands: _Commands[argparse.ArgumentParser]) -> None:
+    command = _add(
+        commands,
+        "gc",
+        "Delete what no reader needs: versions and anchors below the newest two complete anchors and below readers "
+        "with a lease, and what dead writers left behind.",
+    )
+    command.add_argument("--dry-run", action="store_true", help="only say what would be deleted; nothing is written")
+    command.add_argument(
+        "--keep-anchors", type=_count, default=2, metavar="N", help="newest anchors that stay, at least 2 (default: 2)"
+    )
+    command.add_argument(
+        "--grace",
+        type=_seconds,
+        default=86_400.0,
+        metavar="S",
+        help="age from which parts that belong to nothing go; longer than any writer takes for a version "
+        "(default: 86400)",
+    )
+    command.add_argument(
+        "--budget", type=_count, metavar="BYTES", help="say by how much the stream is larger than this"
+    )
+
+
+def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
+    _add(
+        commands,
+        "doctor",
+        "Try out a store: credentials, exclusive creation in a race of threads, listing, clock, latency and "
+        "throughput, and say what to fix. Writes some 40 MiB below a folder doctor/ of its own and removes it.",
+    )
+
+
+def _add_estimate(commands: _Commands[argparse.ArgumentParser]) -> None:
+    command = _add_bare(
+        commands,
+        "estimate",
+        "Measure what publishing the difference of two checkpoints would cost: bytes of every encoding beside a full "
+        "copy and the entropy bound, and seconds to encode and decode. Needs no stream and writes nothing.",
+    )
+    command.add_argument("old", type=Path, metavar="OLD", help="checkpoint folder before")
+    command.add_argument("new", type=Path, metavar="NEW", help="checkpoint folder of the same model after")
+    command.add_argument(
+        "--link-mbps", type=_positive, metavar="X", help="also say how long the bytes take on a link of X megabits/s"
+    )
+
+
 def _count(text: str) -> int:
     try:
         value = int(text)
@@ -127,10 +205,14 @@ def _count(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
+    return _positive(text, "a positive number of seconds")
+
+
+def _positive(text: str, what: str = "a positive number") -> float:
     try:
         value = float(text)
     except ValueError:
         value = float("nan")
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
+        raise argparse.ArgumentTypeError(f"{text} is not {what}")
     return value

@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace, store: Store, output: Output) -> int:
     info, schema = stream.load()
     size = size_of(schema)
     head = stream.head()
+    successor = stream.successor()
     anchors = sorted({anchor.version for anchor in stream.anchors()})
     first, last = stream.available() or (1, 0)
     start = max(first, last - arguments.last + 1) if arguments.last else first
@@ -53,6 +54,7 @@ def run(arguments: argparse.Namespace, store: Store, output: Output) -> int:
             "num_elements": size.num_elements,
             "full_bytes": size.full_bytes,
             "head": head,
+            "successor": None if successor is None else successor.root,
             "anchors": anchors,
             "versions": versions,
         }
@@ -64,6 +66,8 @@ def run(arguments: argparse.Namespace, store: Store, output: Output) -> int:
         f"state  {size.num_tensors:,} tensors, {size.num_elements:,} elements, {human_bytes(size.full_bytes)}; "
         f"head is version {head}\n"
     )
+    if successor is not None:
+        output.line(f"goes on from version {successor.version} at {successor.root!r} beside it\n", style="yellow")
     output.table(_HEADINGS, [_row(entry, size, entry["version"] in anchors) for entry in versions])
     return OK
 

@@ -34,7 +34,8 @@ def run(arguments: argparse.Namespace, store: Store, output: Output) -> int:
         claimed = examine.claimed_version(folder, info.stream_id)
     total_bytes = sum(item.size_bytes for prefix in (PARTS_PREFIX, ANCHORS_PREFIX) for item in store.list(prefix))
     with output.progress("reading the stream", total_bytes) as advance:
-        proof = Prover(stream, keep=frozenset() if claimed is None else frozenset({claimed}), advance=advance).run()
+        keep = frozenset() if claimed is None else frozenset({claimed})
+        proof = Prover(stream, keep=keep, advance=advance, full=arguments.full).run()
     if folder is not None:
         checkpoint = examine.examine(folder, schema, proof, claimed, output)
     ok = not proof.problems and (checkpoint is None or not checkpoint["differences"])
@@ -42,6 +43,7 @@ def run(arguments: argparse.Namespace, store: Store, output: Output) -> int:
         "url": store.url,
         "stream_id": info.stream_id,
         "ok": ok,
+        "full": arguments.full,
         "first": proof.first,
         "last": proof.last,
         "num_parts": proof.num_parts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -25,7 +26,8 @@ PROBLEM: Final = 1
 USAGE: Final = 2
 _INTERRUPTED: Final = 130  # what a shell reports for a program ended by Ctrl-C
 
-_RECEIVING: Final = frozenset({"pull", "follow"})
+_WITHOUT_STREAM: Final = frozenset({"estimate"})
+_RECEIVING: Final = frozenset({"pull", "follow", "anchor"})
 _ADVICE: dict[Action, str] = {
     "retry": "the same command may succeed later",
     "resync": "start again from an anchor or a fresh copy of the base",
@@ -57,14 +59,16 @@ def run(argv: Sequence[str] | None) -> int:
 
 def _run_command(arguments: argparse.Namespace) -> int:
     command = importlib.import_module(f"torch_delta.cli.command_{arguments.command}")
-    try:
-        store = open_store(arguments.url)
-    except TorchDeltaError as error:  # nothing was asked yet: the URL itself is no good
-        _tell(error, arguments)
-        return USAGE
-    with store:
+    with contextlib.ExitStack() as stack:
+        given: list[object] = [arguments]
+        if arguments.command not in _WITHOUT_STREAM:
+            try:
+                given.append(stack.enter_context(open_store(arguments.url)))
+            except TorchDeltaError as error:  # nothing was asked yet: the URL itself is no good
+                _tell(error, arguments)
+                return USAGE
         try:
-            status: int = command.run(arguments, store, Output(as_json=arguments.json))
+            status: int = command.run(*given, Output(as_json=arguments.json))
         except TorchDeltaError as error:
             _tell(error, arguments)
             return PROBLEM

@@ -15,6 +15,7 @@ from torch_delta.codec.geometry import Layout
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from torch_delta.codec.packed.reduced import Reduced
     from torch_delta.format.box import Box
     from torch_delta.format.digest import Digest
     from torch_delta.format.schema import Schema
@@ -36,6 +37,8 @@ class Change:
         new: bits after, `[count]`, 1-D.
         dense: bits after of the whole box, `[box.numel]`, if they are at hand; lets the writer pick `dense` for a box
             of which a large share changed.
+        reduced: what `packed` needs of the bits of the whole box, one entry per piece with changes
+            (`packed.reduced.reduce_change`); None: the box was not at hand, and `packed` does without classes.
         increment: what the change adds to the tensor's digest; computed from index, old and new where it is None.
     """
 
@@ -45,6 +48,7 @@ class Change:
     old: Bits | None
     new: Bits
     dense: Bits | None = None
+    reduced: tuple[Reduced, ...] | None = None
     increment: Digest | None = None
 
     @classmethod
@@ -113,6 +117,8 @@ class Change:
             problem = f"dense has shape {self.dense.shape}, the box has {numel} elements"
         elif self.old is None and self.increment is None:
             problem = "neither old bits nor an increment"
+        elif self.reduced is not None and sum(reduced.count for reduced in self.reduced) != self.count:
+            problem = f"reduced to {sum(reduced.count for reduced in self.reduced)} of its {self.count} elements"
         else:
             problem = self._index_problem(numel)
         if problem is not None:

@@ -1,14 +1,17 @@
 """Changes of one sender to the frames and payloads of a part: per slice the smallest encoding, by measured size (F30).
 
-Encodings of fixed layout have exact sizes; `xor` is compressed first and judged by what it took. A slice that another
-encoding holds in fewer bytes leaves its frame, which is then packed again without it.
+Encodings of fixed layout have exact sizes; `packed` and `xor` are compressed first and judged by what it took. A slice
+that another encoding holds in fewer bytes leaves its frame, which is then packed again without it. `packed` goes first;
+where a large share of a box changed, a sample under `xor` tells whether that one is better.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
+from torch_delta.codec.cutting import cut_change
 from torch_delta.codec.encodings import REGISTRY
 from torch_delta.format.encodings import ENCODINGS
 from torch_delta.format.frames import Frame, Slice
@@ -47,11 +50,25 @@ class EncodedPart:
 
 
 class _Choice(NamedTuple):
-    """A change, and the smallest encoding of fixed layout that can carry it."""
+    """A change, and the smallest encoding of fixed layout that can carry it.
+
+    Attributes:
+        change: to be carried.
+        fixed: name of the encoding; None if none can.
+        fixed_bytes: what it takes.
+        rival_bytes: what a compressed encoding that is tried later would take, about; None if none is worth trying.
+    """
 
     change: Change
     fixed: str | None
     fixed_bytes: int
+    rival_bytes: int | None = None
+
+    def is_beaten_by(self, size_bytes: int) -> bool:
+        """Whether that many bytes are fewer than any other encoding takes."""
+        return (self.fixed is None or size_bytes < self.fixed_bytes) and (
+            self.rival_bytes is None or size_bytes <= self.rival_bytes
+        )
 
 
 def encode_changes(
@@ -84,9 +101,12 @@ def encode_changes(
     fixed = [entry for entry in allowed if entry.is_absolute]
     relative = [] if absolute_only else [entry for entry in allowed if not entry.is_absolute]
     run: _Map = map if pool is None else pool.map
-    waiting = [_smallest_fixed(schema, change, fixed) for change in _prepared(schema, changes, run)]
+    cut = any(entry.name == "packed" for entry in relative)
+    waiting = [_smallest_fixed(schema, change, fixed) for change in _prepared(schema, changes, run, cut=cut)]
     frames: list[tuple[Frame, Payload]] = []
-    for entry in relative:
+    for number, entry in enumerate(relative):
+        rivals = relative[number + 1 :]
+        waiting = list(run(partial(_with_rival, rivals=rivals, level=level), waiting))
         waiting = _encode_measured(schema, waiting, entry, level, frames=frames, run=run)
     for entry in fixed:
         mine = [choice for choice in waiting if choice.fixed == entry.name]
@@ -107,15 +127,18 @@ def _known(name: str) -> Encoding:
     return REGISTRY[name]
 
 
-def _prepared(schema: Schema, changes: Iterable[Change], run: _Map) -> Iterator[Change]:
+def _prepared(schema: Schema, changes: Iterable[Change], run: _Map, *, cut: bool) -> Iterator[Change]:
     """Checked, in the order of frames, each with its increment."""
 
     def prepare(change: Change) -> Change:
-        change.check(schema)
         is_complete = change.increment is not None or not change.count
         return change if is_complete else change.with_increment(change.computed_increment(schema))
 
     ordered = sorted(changes, key=lambda change: (change.tensor, change.box.offset))
+    for change in ordered:
+        change.check(schema)
+    if cut:
+        ordered = [piece for change in ordered for piece in cut_change(change)]
     return (change for change in run(prepare, ordered) if change.count)
 
 
@@ -125,6 +148,12 @@ def _smallest_fixed(schema: Schema, change: Change, fixed: Sequence[Encoding]) -
         return _Choice(change, None, 0)
     size, name = min(sizes)
     return _Choice(change, name, size)
+
+
+def _with_rival(choice: _Choice, *, rivals: Sequence[Encoding], level: int) -> _Choice:
+    """Estimate what the encodings that come later would take."""
+    sizes = [size for rival in rivals if (size := rival.estimated_bytes(choice.change, level=level)) is not None]
+    return choice._replace(rival_bytes=min(sizes, default=None))
 
 
 def _encode_measured(
@@ -162,7 +191,7 @@ def _encode_group(
     kept: list[_Choice] = []
     others: list[_Choice] = []
     for choice, size in zip(group, packed.measured, strict=True):
-        (kept if choice.fixed is None or size < choice.fixed_bytes else others).append(choice)
+        (kept if choice.is_beaten_by(size) else others).append(choice)
     if 0 < len(kept) < len(group):
         packed = entry.pack(schema, [choice.change for choice in kept], level=level)
     # The frame itself costs something too, which no slice was charged for.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ WORTH_COMPILING = 1 << 24
 """Elements after which a kernel is compiled: some 30 ms of numpy work."""
 
 _U = np.uint64
+_spent_s: list[float] = []
 
 
 class Kernel:
@@ -51,9 +53,16 @@ class Kernel:
         """Compile now; None if numba is not installed."""
         with _lock:
             if self._function is None:
+                started = time.perf_counter()
                 numba = _numba()
                 self._function = None if numba is None else self._build(numba)
+                _spent_s.append(time.perf_counter() - started)
             return self._function
+
+
+def compiling_s() -> float:
+    """Seconds this process has spent on importing numba and compiling: what a measurement of the work leaves out."""
+    return sum(_spent_s)
 
 
 @cache
@@ -63,13 +72,17 @@ def _numba() -> Any:
         import numba
     except ImportError as error:
         # ImportError is also what numba raises for a numpy it does not support.
-        _logger.info("codec: numpy only (%s); `pip install torch-delta[fast]` compiles the hot loops", error)
+        _logger.warning(
+            "codec: numba is not installed (%s), so encoding and decoding run at a fraction of their speed; "
+            "`pip install torch-delta[fast]` compiles the hot loops",
+            error,
+        )
         return None
     _logger.info("codec: hot loops compiled by numba %s", numba.__version__)
     return numba
 
 
-def _view(numba: Any, dtype: str) -> Any:
+def view(numba: Any, dtype: str) -> Any:
     """Type of a 1-D contiguous array that is only read, at any alignment."""
     return numba.types.Array(getattr(numba.types, dtype), 1, "C", readonly=True, aligned=False)
 
@@ -110,9 +123,9 @@ def _digest_rows(dtype: str) -> Callable[[Any], Callable[..., Any]]:
                     index += size
             return lane0, lane1
 
-        types, keys = numba.types, _view(numba, "uint64")
+        types, keys = numba.types, view(numba, "uint64")
         counts = [types.int64] * 4
-        signature = types.UniTuple(types.uint64, 2)(_view(numba, dtype), *counts, keys, keys)
+        signature = types.UniTuple(types.uint64, 2)(view(numba, dtype), *counts, keys, keys)
         compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(digest_rows)
         return compiled
 
@@ -132,8 +145,8 @@ def _digest_delta(numba: Any) -> Callable[..., Any]:
             lane1 += keys1[column] * (splitmix64(_U(3 << 48) + block) | _U(1)) * delta[i]
         return lane0, lane1
 
-    types, keys = numba.types, _view(numba, "uint64")
-    signature = types.UniTuple(types.uint64, 2)(_view(numba, "int64"), keys, keys, keys)
+    types, keys = numba.types, view(numba, "uint64")
+    signature = types.UniTuple(types.uint64, 2)(view(numba, "int64"), keys, keys, keys)
     compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(digest_delta)
     return compiled
 
@@ -155,7 +168,7 @@ def _changed(numba: Any) -> Callable[..., Any]:
                 num_out += np.int64(((word >> _U(element * num_bits)) & mask) != _U(0))
         return num_out
 
-    types, words = numba.types, _view(numba, "uint64")
+    types, words = numba.types, view(numba, "uint64")
     scratch = types.Array(types.int32, 1, "C")
     signature = types.int64(words, words, types.int64, types.int64, scratch, scratch)
     compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(changed)
@@ -172,7 +185,7 @@ def _round_bf16(numba: Any) -> Callable[..., Any]:
             out[i] = np.uint16(np.uint32(nan_bits) if is_nan else rounded)
 
     types = numba.types
-    signature = types.void(_view(numba, "uint32"), types.uint32, types.Array(types.uint16, 1, "C"))
+    signature = types.void(view(numba, "uint32"), types.uint32, types.Array(types.uint16, 1, "C"))
     compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(round_bf16)
     return compiled
 

@@ -49,6 +49,27 @@ ENCODINGS: Final[Mapping[str, Encoding]] = MappingProxyType(
 )
 BY_CODE: Final[Mapping[int, Encoding]] = MappingProxyType({row.code: row for row in ENCODINGS.values()})
 
+PACKED_NUM_CLASSES: Final = 8
+"""Classes of old exponents in a `packed` slice that has classes."""
+PACKED_MAX_SHIFT: Final = 22
+"""Largest Rice shift: gaps are below 2**23."""
+PACKED_MASK: Final = 31
+"""Mode of a list that is stored as a bit per element of its class."""
+PACKED_EXPONENT: Final[Mapping[str, tuple[int, int, bool]]] = MappingProxyType(
+    {
+        "BF16": (7, 8, True),
+        "F16": (10, 5, True),
+        "F32": (23, 8, True),
+        "F64": (52, 11, True),
+        "F8_E5M2": (2, 5, True),
+        "F8_E4M3": (3, 4, True),
+        "F8_E8M0": (0, 8, False),
+    },
+)
+"""Bits below the exponent, bits of the exponent, whether elements are sign and magnitude (rule E8)."""
+NO_EXPONENT: Final = (0, 0, False)
+"""The same of every other dtype."""
+
 TABLE: Final = "table"
 INCREMENT: Final = "increment"
 

@@ -121,10 +121,11 @@ def _check_sizes(frame: Frame, encoding: Encoding, box_bytes: int, key: str) -> 
         return
     if frame.stored_bytes < 1 or frame.raw_bytes < 1:
         raise broken("P10", key, f"a {frame.encoding} frame states its stored and raw bytes, got 0")
-    if frame.encoding == "xor" and frame.raw_bytes != box_bytes:
-        raise broken(
-            "P10", key, f"an xor frame decodes to the {box_bytes} bytes of its boxes, it says {frame.raw_bytes}"
-        )
+    if frame.raw_bytes != box_bytes:
+        kind = "an xor frame decodes to" if frame.encoding == "xor" else f"a {frame.encoding} frame is about"
+        raise broken("P10", key, f"{kind} the {box_bytes} bytes of its boxes, it says {frame.raw_bytes}")
+    if frame.encoding == "packed" and frame.raw_bytes > MAX_FRAME_RAW_BYTES:
+        raise broken("P10", key, f"a packed frame has at most {MAX_FRAME_RAW_BYTES} raw bytes")
     if len(frame.slices) > 1 and frame.raw_bytes > MAX_FRAME_RAW_BYTES:
         raise broken("P10", key, f"a frame of several slices has at most {MAX_FRAME_RAW_BYTES} raw bytes")
 

@@ -6,8 +6,12 @@ parts/<v20>/<rank5>-<seq4>-<nonce16>.safetensors     one sender's payload
 commits/<v20>.json                                   its existence is the version
 anchors/<v20>-<nonce16>/<file>                       a Hugging Face checkpoint folder
 anchors/<v20>-<nonce16>.json                         the anchor's manifest, written last
-head.json                                            a hint, the only object that is ever overwritten
+head.json                                            a hint where the newest version is
 successor.json                                       where the stream goes on
+leases/<nonce16>.json                                what a reader still needs
+claims/<v20>.json                                    who deletes
+
+Only the hint, leases and claims are ever overwritten.
 """
 
 from __future__ import annotations
@@ -27,12 +31,16 @@ SCHEMA_PREFIX: Final = "schema/"
 PARTS_PREFIX: Final = "parts/"
 COMMITS_PREFIX: Final = "commits/"
 ANCHORS_PREFIX: Final = "anchors/"
+LEASES_PREFIX: Final = "leases/"
+CLAIMS_PREFIX: Final = "claims/"
 
 _SEGMENT: Final = re.compile(r"[a-z0-9_-][a-z0-9._-]*")
 _FILE_SEGMENT: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _ANCHOR_FOLDER: Final = re.compile(r"[0-9]{20}-[0-9a-f]{16}")
 _COMMIT: Final = re.compile(r"commits/([0-9]{20})\.json")
 _PART: Final = re.compile(r"parts/([0-9]{20})/([0-9]{5})-([0-9]{4})-([0-9a-f]{16})\.safetensors")
+_LEASE: Final = re.compile(r"leases/([0-9a-f]{16})\.json")
+_CLAIM: Final = re.compile(r"claims/([0-9]{20})\.json")
 _MANIFEST: Final = re.compile(r"anchors/([0-9]{20})-([0-9a-f]{16})\.json")
 _ANCHOR_FILE: Final = re.compile(r"anchors/([0-9]{20})-([0-9a-f]{16})/([A-Za-z0-9_-][A-Za-z0-9._-]*)")
 
@@ -205,3 +213,38 @@ def parse_anchor_file_key(key: str) -> AnchorKey:
         raise broken("K3", repr(key[:80]), "not a file of an anchor: anchors/<20 digits>-<16 hex>/<file>")
     validate_key(key)
     return AnchorKey(version=int(match[1]), nonce=match[2], file=match[3])
+
+
+def lease_key(nonce: str) -> str:
+    """Key of a reader's lease."""
+    need_hex(nonce, 16, rule="K3", key="lease key", what="nonce")
+    return f"{LEASES_PREFIX}{nonce}.json"
+
+
+def parse_lease_key(key: str) -> str:
+    """The nonce of a lease's key.
+
+    Raises:
+        FormatError: not the key of a lease.
+    """
+    match = _LEASE.fullmatch(key)
+    if match is None:
+        raise broken("K3", repr(key[:80]), "not the key of a lease: leases/<16 hex>.json")
+    return match[1]
+
+
+def claim_key(number: int) -> str:
+    """Key of the `number`-th claim to delete."""
+    return f"{CLAIMS_PREFIX}{version_name(number)}.json"
+
+
+def parse_claim_key(key: str) -> int:
+    """The number of a claim's key.
+
+    Raises:
+        FormatError: not the key of a claim.
+    """
+    match = _CLAIM.fullmatch(key)
+    if match is None or int(match[1]) > MAX_INT:
+        raise broken("K3", repr(key[:80]), "not the key of a claim: claims/<20 digits>.json")
+    return int(match[1])

@@ -12,8 +12,8 @@ FORMAT_NAME: Final = "torch-delta"
 """`format` of every stream.json."""
 FORMAT_VERSION: Final = (1, 0)
 """`(major, minor)` this package writes; it reads every minor of its major."""
-SUPPORTED_FEATURES: Final[frozenset[str]] = frozenset()
-"""`required_features` this package knows; none exist in format 1.0."""
+SUPPORTED_FEATURES: Final[frozenset[str]] = frozenset({"packed"})
+"""`required_features` this package knows."""
 
 MAX_INT: Final = 2**53 - 1
 """Largest integer in JSON, and so the largest version: exact in every JSON implementation."""
@@ -22,7 +22,7 @@ MAX_DEPTH: Final = 16
 MAX_JSON_BYTES: Final = 64 << 20
 """Stored bytes of one JSON object (stream.json, schema, commit, anchor manifest)."""
 MAX_HINT_BYTES: Final = 64 << 10
-"""Stored bytes of head.json and successor.json."""
+"""Stored bytes of head.json, successor.json, a lease and a claim."""
 
 MAX_KEY_BYTES: Final = 512
 MAX_SEGMENT_BYTES: Final = 200
@@ -46,11 +46,13 @@ MAX_HEADER_BYTES: Final = 64 << 10
 MAX_TABLE_BYTES: Final = 32 << 20
 MAX_VARINT: Final = 2**63 - 1
 MAX_FRAME_RAW_BYTES: Final = 8 << 20
-"""Decoded bytes of a frame with more than one slice; a frame of one slice may be as large as its box."""
+"""Decoded bytes of a `packed` frame, and of an `xor` frame with more than one slice."""
 MAX_BOX_COMPARISONS: Final = 2**24
 """Pairs of boxes compared before a set of boxes counts as hostile."""
 
 MAX_ANCHOR_FILES: Final = 2**16
+MAX_LEASE_SECONDS: Final = 604_800
+"""Life of a lease or a claim that is not renewed: a dead reader stops nobody for longer than a week."""
 MAX_FEATURES: Final = 64
 MAX_INFO_ENTRIES: Final = 64
 MAX_INFO_KEY_BYTES: Final = 64

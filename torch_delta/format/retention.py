@@ -23,6 +23,23 @@ class DropAnchors:
     version: int
 
 
+def deletable_up_to(complete: Iterable[int], leases: Iterable[int], *, keep_anchors: int = 2) -> int | None:
+    """The version up to which space may be freed (rules L1 and L2).
+
+    Args:
+        complete: versions of the complete anchors, each once or more often.
+        leases: versions that live readers stand at.
+        keep_anchors: how many of the newest anchors stay, with all that follows them; at least 2.
+
+    Returns:
+        The `up_to` of `plan_deletion`, or None if there are too few anchors.
+    """
+    newest = sorted(set(complete), reverse=True)[:keep_anchors]
+    if len(newest) < keep_anchors:
+        return None
+    return min([newest[-1], *leases])
+
+
 def plan_deletion(
     *,
     up_to: int,
@@ -43,6 +60,6 @@ def plan_deletion(
     kept = max((anchor for anchor in anchors if anchor <= up_to), default=None)
     if kept is None:
         return ()
-    versions = sorted(version for version in set(commits) if version <= kept)
+    versions = sorted(version for version in set(commits) if version < kept)
     older = sorted(anchor for anchor in set(anchors) if anchor < kept)
     return (*map(DropVersion, versions), *map(DropAnchors, older))

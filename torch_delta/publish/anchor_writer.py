@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from torch_delta.format.keys import anchor_file_key, is_file_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torch_delta.capture.source import ChangeSource
+    from torch_delta.capture.source import Bits, ChangeSource, OwnedBox, Region
     from torch_delta.config import PublishConfig
     from torch_delta.format.box import Box
     from torch_delta.format.digest import Digest
@@ -73,18 +73,38 @@ class AnchorJob:
     """Further files beside the weights, by name; they give way to the base's."""
 
 
+class AnchorSource(Protocol):
+    """What an anchor is made of: a change source while nothing moves, or a snapshot of one."""
+
+    @property
+    def owned(self) -> Sequence[OwnedBox]:
+        """See `ChangeSource.owned`."""
+        ...
+
+    def regions(self) -> Iterator[Region]:
+        """See `ChangeSource.regions`."""
+        ...
+
+    def read(self, tensor: int, box: Box) -> Bits:
+        """See `ChangeSource.read`."""
+        ...
+
+
 class AnchorWriter:
     """One rank's work on one anchor."""
 
     def __init__(
         self,
         job: AnchorJob,
+        source: AnchorSource,
+        *,
         version: int,
         nonce: str,
         plan: list[FilePlan],
         owned: Sequence[Sequence[tuple[int, Box]]],
     ) -> None:
         self._job = job
+        self._source = source
         self._schema = job.source.schema
         self._version = version
         self._nonce = nonce
@@ -98,7 +118,7 @@ class AnchorWriter:
         """Write this rank's boxes of other ranks' files; each object holds them one after the other, in owned order."""
         rank = self._job.team.rank
         file_of = {tensor: number for number, file in enumerate(self._plan) for tensor in file.tensors}
-        regions = self._job.source.regions()
+        regions = self._source.regions()
         wanted = [(file_of[tensor], tensor) for tensor, _ in self._owned[rank]]
 
         # Files are runs of the schema's order, which is also the order of the regions: one pass serves all of them.
@@ -206,7 +226,7 @@ class AnchorWriter:
         for part in sources.get(tensor, ()):
             at = tuple(slice(o, o + n) for o, n in zip(part.box.offset, part.box.shape, strict=True))
             if part.window is None:
-                full[at] = self._job.source.read(tensor, part.box).reshape(part.box.shape)
+                full[at] = self._source.read(tensor, part.box).reshape(part.box.shape)
             else:
                 data = part.window.read(part.start, part.box.numel * dtype.itemsize)
                 full[at] = np.frombuffer(data, dtype).reshape(part.box.shape)

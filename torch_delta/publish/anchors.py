@@ -18,22 +18,28 @@ from typing import TYPE_CHECKING
 from torch_delta.events import AnchorReport
 from torch_delta.format.dtypes import ITEMSIZE
 from torch_delta.format.keys import new_nonce
-from torch_delta.publish.anchor_writer import AnchorJob, AnchorState, AnchorWriter, FilePlan
+from torch_delta.publish.anchor_writer import AnchorJob, AnchorSource, AnchorState, AnchorWriter, FilePlan
 from torch_delta.publish.records import pack_all_owned, pack_owned, unpack_all_owned
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch_delta.format.schema import Schema
 
 __all__ = ["AnchorJob", "AnchorState", "plan_files", "write_anchor"]
 
 
-def write_anchor(job: AnchorJob, version: int, state: AnchorState | None) -> AnchorReport:
-    """Copy what the sources hold as of their last collect. Called by every rank, between training steps.
+def write_anchor(
+    job: AnchorJob, version: int, state: Callable[[], AnchorState | None], source: AnchorSource | None = None
+) -> AnchorReport:
+    """Copy what the sources hold as of their last collect. Called by every rank, in the same order.
 
     Args:
         job: this rank's.
         version: whose state that is.
-        state: on rank 0.
+        state: on rank 0, gives what the version is when the files are there; may wait for its commit, and what it
+            raises fails the anchor on all ranks.
+        source: of this rank's boxes; None is the job's.
 
     Raises:
         DigestMismatch: the shards are not the version's; nothing was made visible. On every rank.
@@ -41,22 +47,23 @@ def write_anchor(job: AnchorJob, version: int, state: AnchorState | None) -> Anc
     """
     started = time.perf_counter()
     team, timeout_s = job.team, job.config.attach_timeout_s
+    source = job.source if source is None else source
     plan = plan_files(job.source.schema, job.config.anchor_file_bytes, team.world_size)
     told = team.agree(
         "planning an anchor",
-        lambda: pack_owned(job.source.owned),
+        lambda: pack_owned(source.owned),
         lambda owned: new_nonce().encode() + pack_all_owned(owned),
         timeout_s=timeout_s,
     )
     nonce, owned = told[:16].decode(), unpack_all_owned(told[16:])
-    writer = AnchorWriter(job, version, nonce, plan, owned)
+    writer = AnchorWriter(job, source, version=version, nonce=nonce, plan=plan, owned=owned)
     try:
         team.agree("staging an anchor", writer.stage, lambda _: b"", timeout_s=timeout_s)
         staged_at = time.perf_counter()
         sealed = team.agree(
             "assembling an anchor",
             writer.assemble,
-            lambda payloads: writer.seal(payloads, state),
+            lambda payloads: writer.seal(payloads, state()),
             timeout_s=timeout_s,
         )
     finally:

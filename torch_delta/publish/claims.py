@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch_delta.publish.base import BaseCheckpoint
     from torch_delta.publish.coverage import TensorBox
 
-_ALIKE = ("every", "max_in_flight", "anchor_every", "anchor_file_bytes", "absolute_only")
+_ALIKE = ("every", "max_in_flight", "anchor_every", "anchor_share", "anchor_file_bytes", "absolute_only", "on_restart")
 _COUNT = struct.Struct("<I")
 _ROW = struct.Struct("<I16s")  # tensor, digest
 

@@ -11,16 +11,27 @@ import logging
 import queue
 import threading
 import time
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch_delta import crashpoints
-from torch_delta.errors import DeadlineExceeded, Fenced, PublishFailed, StoreError, TorchDeltaError
+from torch_delta.errors import (
+    ChainError,
+    DeadlineExceeded,
+    Fenced,
+    FormatError,
+    PublishFailed,
+    StoreError,
+    TorchDeltaError,
+)
 from torch_delta.format.commit import Commit
 from torch_delta.format.digest import state_sha256
 from torch_delta.format.keys import new_nonce
+from torch_delta.publish.anchor_writer import AnchorState
+from torch_delta.publish.cadence import Cadence
 from torch_delta.publish.coverage import Ownership
-from torch_delta.publish.keyvalue import await_value, delete_blob, put_blob
+from torch_delta.publish.keyvalue import await_value, delete_blob, forget_blob, put_blob
 from torch_delta.publish.pipeline import receipt_key
 from torch_delta.publish.progress import outcome_key
 from torch_delta.publish.records import Aborted, Committed, Receipt
@@ -71,6 +82,11 @@ class Committer:
         self._num_outcomes = 0
         self._num_deleted = 0
         self._pending: _Draft | None = None
+        self.cadence = Cadence(config, sum(lineage.schema.tensors[t].nbytes for t in lineage.schema.data_indices))
+        self._awaited: dict[tuple[int, int], Future[AnchorState]] = {}
+        self._state_lock = threading.Lock()
+        self._untold: list[bytes] = []
+        self._leftovers: list[tuple[int, int]] = []
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torch_delta-commit", daemon=True)
@@ -79,6 +95,29 @@ class Committer:
     def submit(self, order: Order) -> None:
         """Queue a version; called by rank 0's training thread."""
         self._orders.put(order)
+
+    def await_state(self, version: int, epoch: int) -> Future[AnchorState]:
+        """What a version that was not submitted yet turns out to be; called by rank 0's training thread.
+
+        Ends with the error of a version that is not committed.
+        """
+        future: Future[AnchorState] = Future()
+        with self._state_lock:
+            if epoch < self._epoch:
+                future.set_exception(_failed(version, {0: "an earlier version failed"}))
+            else:
+                self._awaited[epoch, version] = future
+        return future
+
+    def state(self) -> AnchorState:
+        """The newest version; for the training thread, when nothing is in flight."""
+        lineage = self.lineage
+        return AnchorState(
+            stream_id=lineage.stream_id,
+            version=lineage.version,
+            commit_sha256=lineage.parent_sha256,
+            digests=lineage.digests,
+        )
 
     def stop(self, *, wait: bool) -> None:
         """End the thread after the queued orders, or as soon as it can if not `wait`."""
@@ -93,16 +132,12 @@ class Committer:
             if order.epoch != self._epoch:
                 continue  # collected before this publisher heard of an abort
             try:
-                try:
-                    self._complete(order)
-                except TorchDeltaError as error:
-                    self._abort(order, error)
-                except Exception as error:
-                    _logger.exception("the coordinator could not complete version %d", order.version)
-                    self._abort(order, TorchDeltaError(f"{type(error).__name__}: {error}"))
-            except DeadlineExceeded:
-                # The key-value store is gone, and with it the way to tell anybody; all ranks meet the same.
-                _logger.exception("the coordinator could not announce the outcome of version %d", order.version)
+                self._complete(order)
+            except TorchDeltaError as error:
+                self._abort(order, error)
+            except Exception as error:
+                _logger.exception("the coordinator could not complete version %d", order.version)
+                self._abort(order, TorchDeltaError(f"{type(error).__name__}: {error}"))
 
     def _sweep(self) -> None:
         """Remove what writers left half written when they were killed long ago (F84); never stops training (F88)."""
@@ -184,6 +219,7 @@ class Committer:
             version=order.version,
             parent_sha256=lineage.parent_sha256,
             schema_id=lineage.schema.id,
+            required_features=self._config.required_features,
             parts=parts,
             state_sha256=state_sha256(digests),
             num_changed=sum(part.num_changed for part in parts),
@@ -220,6 +256,11 @@ class Committer:
                 break
             except Fenced:
                 raise
+            except (ChainError, FormatError) as error:
+                # Found before anything is created: the stream is not what this writer left, or cannot be read. An
+                # earlier attempt may have got through all the same; then the next look at the stream tells.
+                self._pending = None
+                raise _failed(version, {0: f"{type(error).__name__}: {error.message}"}) from error
             except StoreError as error:
                 may_exist = may_exist or getattr(error, "outcome", "unknown") != "absent"
                 if time.monotonic() + delay_s > deadline or self._stopping.is_set():
@@ -247,18 +288,29 @@ class Committer:
             receipts_s=draft.receipts_s,
             commit_s=time.perf_counter() - draft.started,
         )
+        # From here on the version exists: whatever goes wrong is no reason to tell anybody otherwise.
         try:
             lineage.stream.write_head(version, sha256)
-        except StoreError as error:
+        except TorchDeltaError as error:
             _logger.warning("the head hint of version %d was not written, readers probe for it: %s", version, error)
         crashpoints.reach("publish.committed")
+        self._answer(version)
+        if self.cadence.note(committed):
+            committed = replace(committed, is_anchor_due=True)
         self._tell(committed.to_bytes())
+        self._forget_leftovers()
 
     def _abort(self, order: Order, error: TorchDeltaError) -> None:
         if not isinstance(error, PublishFailed | Fenced):
             error = _failed(order.version, {0: f"{type(error).__name__}: {error.message}"})
         next_version = self.lineage.version + 1 + (self._pending is not None)
-        self._epoch += 1
+        last = order.version + self._config.max_in_flight
+        self._leftovers += [(self._epoch, version) for version in range(order.version, last + 1)]
+        with self._state_lock:
+            lost = [key for key in self._awaited if key[1] >= next_version]
+            for key in lost:
+                self._awaited.pop(key).set_exception(error)
+            self._epoch += 1
         with self._clock.lock:
             if self._clock.is_stepped:
                 # See StepClock; one rank alone has nobody to wait for.
@@ -268,9 +320,34 @@ class Committer:
                 at_step = order.step + self._config.max_in_flight
             self._tell(Aborted(error=error, at_step=at_step, next_version=next_version).to_bytes())
 
+    def _answer(self, version: int) -> None:
+        """Hand out the state of a version that an anchor waits for."""
+        with self._state_lock:
+            for key in [key for key in self._awaited if key[1] == version]:
+                self._awaited.pop(key).set_result(self.state())
+
     def _tell(self, outcome: bytes) -> None:
-        put_blob(self._team.kv, outcome_key(self._num_outcomes), outcome)
-        self._num_outcomes += 1
+        """Tell all ranks, in order; what cannot be told now is told before the next one, never replaced by another."""
+        self._untold.append(outcome)
+        while self._untold:
+            try:
+                put_blob(self._team.kv, outcome_key(self._num_outcomes), self._untold[0])
+            except DeadlineExceeded:
+                # The key-value store is gone, and with it the way to tell anybody; all ranks meet the same.
+                _logger.exception("the coordinator could not announce outcome %d", self._num_outcomes)
+                return
+            del self._untold[0]
+            self._num_outcomes += 1
+
+    def _forget_leftovers(self) -> None:
+        """Receipts for versions that were aborted. A version has been committed since: no rank sets one any more."""
+        leftovers, self._leftovers = self._leftovers, []
+        for epoch, version in leftovers:
+            for rank in range(self._team.world_size):
+                try:
+                    forget_blob(self._team.kv, receipt_key(epoch, version, rank))
+                except DeadlineExceeded:
+                    return
 
 
 def _failed(version: int, failures: Mapping[int, str]) -> PublishFailed:

@@ -17,6 +17,7 @@ from torch_delta.errors import DeadlineExceeded, TorchDeltaError
 from torch_delta.publish.keyvalue import (
     KeyValue,
     LocalKeyValue,
+    PrefixedKeyValue,
     TorchKeyValue,
     await_value,
     delete_blob,
@@ -50,6 +51,14 @@ class Team:
     def is_coordinator(self) -> bool:
         """Rank 0: the one that decides and commits."""
         return self.rank == 0
+
+    def apart(self, name: str) -> Team:
+        """The same ranks for another thread of each, whose agreements are none of this one's business.
+
+        Args:
+            name: the same on every rank; once per team.
+        """
+        return Team(self.rank, self.world_size, PrefixedKeyValue(self.kv, f"{name}/"))
 
     def agree(
         self,
@@ -152,7 +161,8 @@ def unpack_error(data: bytes) -> TorchDeltaError:
     kind = getattr(errors, said["class"], TorchDeltaError)
     facts = dict(said["facts"])
     if "failures" in said:
-        facts["failures"] = {int(rank): text for rank, text in said["failures"].items()}
+        # By rank, or by whatever else failed (URLs of servers); JSON knows only strings.
+        facts["failures"] = {int(key) if key.isdecimal() else key: text for key, text in said["failures"].items()}
     error = kind(said["message"], **facts)
     assert isinstance(error, TorchDeltaError)
     return error

@@ -57,6 +57,31 @@ class LocalKeyValue:
         self._values.pop(key, None)
 
 
+class PrefixedKeyValue:
+    """A part of another map.
+
+    Args:
+        inner: the map.
+        prefix: of every key.
+    """
+
+    def __init__(self, inner: KeyValue, prefix: str) -> None:
+        self._inner = inner
+        self._prefix = prefix
+
+    def set(self, key: str, value: bytes) -> None:
+        """See `KeyValue.set`."""
+        self._inner.set(self._prefix + key, value)
+
+    def get(self, key: str) -> bytes | None:
+        """See `KeyValue.get`."""
+        return self._inner.get(self._prefix + key)
+
+    def delete(self, key: str) -> None:
+        """See `KeyValue.delete`."""
+        self._inner.delete(self._prefix + key)
+
+
 class TorchKeyValue:
     """The key-value store of torch.distributed, under a prefix of our own.
 
@@ -174,6 +199,13 @@ def get_blob(kv: KeyValue, key: str) -> bytes | None:
         assert piece is not None, f"{key}.{number} is set before {key}"
         pieces.append(piece)
     return b"".join(pieces)
+
+
+def forget_blob(kv: KeyValue, key: str) -> None:
+    """Forget a blob of unknown size, if it is there."""
+    first = kv.get(key)
+    if first is not None:
+        delete_blob(kv, key, _HEADER.unpack_from(first)[0])
 
 
 def delete_blob(kv: KeyValue, key: str, size_bytes: int) -> None:

@@ -2,35 +2,41 @@
 
 All ranks bring what they own and the digests of it, in one exchange; rank 0 adds the digests up and so knows the state
 of the whole model without anybody gathering it. A new stream starts at the base the state was compared with, or, where
-there is none, at an anchor of the model itself. A stream that exists is continued if the state is the one at its head,
-and left alone otherwise.
+there is none, at an anchor of the model itself. A stream that exists is continued if the state is the one at its head;
+otherwise a new lineage is forked from it (see `restart`), or it is left alone.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from torch_delta import crashpoints
 from torch_delta.errors import BaseMismatch, CaptureError, ObjectNotFound
-from torch_delta.format.digest import Digest, state_sha256
+from torch_delta.format.digest import Digest
 from torch_delta.format.keys import new_stream_id
 from torch_delta.format.streaminfo import BaseInfo, BaseKind, StreamInfo
 from torch_delta.publish.anchors import AnchorJob, AnchorState, write_anchor
 from torch_delta.publish.claims import add_up, make_claim, read_claim
 from torch_delta.publish.coverage import Ownership
-from torch_delta.publish.progress import Lineage
+from torch_delta.publish.restart import differing, refuse, stand
+from torch_delta.stream.lineages import fork_root, open_sibling
 from torch_delta.stream.stream import Stream
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch_delta.capture.source import OwnedBox
-    from torch_delta.config import PublishConfig
     from torch_delta.format.schema import Schema
     from torch_delta.publish.base import BaseCheckpoint
     from torch_delta.publish.claims import Claim
+    from torch_delta.publish.progress import Lineage
+    from torch_delta.publish.restart import Standing
+    from torch_delta.store.base import Store
 
+_logger = logging.getLogger("torch_delta")
 _SHOWN = 8
 
 
@@ -39,7 +45,9 @@ class Opening:
     """What the ranks agreed on when attaching."""
 
     anchor_job: AnchorJob
-    """Team, source, store, configuration and base of this rank."""
+    """Team, source, configuration and base of this rank, and the store of the lineage that is published to."""
+    has_moved: bool
+    """Whether that store was opened here, because the lineage lies beside the URL that was attached to."""
     stream_id: str
     version: int
     """Where the stream stands; 0 for a new one."""
@@ -70,15 +78,28 @@ def open_lineage(job: AnchorJob) -> Opening:
     found = json.loads(
         job.team.agree("attach", lambda: make_claim(job, owned), coordinator.examine, timeout_s=timeout_s)
     )
-    if found["starts_at_anchor"]:
-        # Before stream.json, which names it: a stream never exists without its version 0.
-        nonce = write_anchor(job, 0, coordinator.anchor_state()).nonce
-        found = json.loads(
-            job.team.agree("attach", lambda: b"", lambda _: coordinator.create_at_anchor(nonce), timeout_s=timeout_s)
-        )
+    job = _moved(job, found["roots"])
+    try:
+        if found["starts_at_anchor"]:
+            # Before stream.json, which names it: a stream never exists without its version 0.
+            nonce = write_anchor(job, 0, coordinator.anchor_state).nonce
+            found = json.loads(
+                job.team.agree(
+                    "attach", lambda: b"", lambda _: coordinator.create_at_anchor(nonce, job.store), timeout_s=timeout_s
+                )
+            )
+    except BaseException:
+        if found["roots"]:
+            job.store.close()
+        raise
+    if coordinator.lineage is not None and found["roots"]:
+        coordinator.lineage.stream.store.close()  # the coordinator's own look at it
+        coordinator.lineage.stream = Stream(job.store)
+        coordinator.lineage.stream.adopt(coordinator.lineage.version, coordinator.lineage.parent_sha256)
     data = [schema.tensors[tensor] for tensor in schema.data_indices]
     return Opening(
         anchor_job=job,
+        has_moved=bool(found["roots"]),
         stream_id=found["stream_id"],
         version=found["version"],
         num_elements=sum(spec.numel for spec in data),
@@ -87,6 +108,17 @@ def open_lineage(job: AnchorJob) -> Opening:
         lineage=coordinator.lineage,
         ownership=coordinator.ownership,
     )
+
+
+def _moved(job: AnchorJob, roots: Sequence[str]) -> AnchorJob:
+    """The job, in the store that lies at `roots`, one after the other, from its own."""
+    store = job.store
+    for number, root in enumerate(roots):
+        inner = open_sibling(store, root)
+        if number:
+            store.close()
+        store = inner
+    return replace(job, store=store)
 
 
 class _Coordinator:
@@ -98,6 +130,8 @@ class _Coordinator:
         self._stream = Stream(job.store)
         self._stream_id = new_stream_id()
         self._digests: list[Digest] = []
+        self._standing: Standing | None = None
+        self._fork_root = ""
         self.ownership: Ownership | None = None
         self.lineage: Lineage | None = None
 
@@ -119,7 +153,7 @@ class _Coordinator:
             self._stream.load()
         except ObjectNotFound:
             if base is None:
-                return json.dumps({"starts_at_anchor": True}).encode()
+                return json.dumps({"starts_at_anchor": True, "roots": []}).encode()
             _compare_with_base(schema, self._digests, of_base, base)
             kind: BaseKind = "hf" if base.revision is not None else "local"
             self._create(BaseInfo(kind=kind, name=base.name, revision=base.revision, digests=tuple(self._digests)))
@@ -131,9 +165,24 @@ class _Coordinator:
             return None
         return AnchorState(stream_id=self._stream_id, version=0, commit_sha256=None, digests=self._digests)
 
-    def create_at_anchor(self, nonce: str) -> bytes:
-        """Create the stream whose version 0 is the anchor just written."""
-        self._create(BaseInfo(kind="anchor", name=nonce, revision=None, digests=tuple(self._digests)))
+    def create_at_anchor(self, nonce: str, store: Store) -> bytes:
+        """Create the stream whose version 0 is the anchor just written, and end the one it was forked from, if any."""
+        before, digests = self._standing, tuple(self._digests)
+        base = BaseInfo(kind="anchor", name=nonce, revision=None, digests=digests)
+        if before is not None and before.at is not None:
+            old_id = before.stream.load()[0].stream_id
+            base = BaseInfo(kind="stream", name=old_id, revision=str(before.at.version), digests=digests)
+        if before is not None:
+            self._stream = Stream(open_sibling(before.stream.store, self._fork_root))
+        self._create(base)
+        crashpoints.reach("publish.lineage_created")
+        if before is not None:
+            # The line that moves readers over and fences the old writer. Whoever comes second starts again from there.
+            before.stream.write_successor(before.successor(self._fork_root, self._stream_id))
+            crashpoints.reach("publish.successor_written")
+            _logger.warning("%s was ended; it goes on at %s", before.stream.store.url, store.url)
+            if before.roots:
+                before.stream.store.close()
         return self._continue()
 
     def _create(self, base: BaseInfo) -> None:
@@ -141,63 +190,30 @@ class _Coordinator:
             stream_id=self._stream_id,
             schema_id=self._schema.id,
             base=base,
+            required_features=self._job.config.required_features,
             absolute_only=self._job.config.absolute_only,
             info={"writer": "torch_delta"},
         )
         self._stream.create(info, self._schema)
 
     def _continue(self) -> bytes:
-        self.lineage = _stand_at_head(self._stream, self._schema, self._digests, self._job.config)
+        config = self._job.config
+        standing = stand(self._stream, self._schema, self._digests, config)
+        if not standing.is_head:
+            if config.on_restart == "refuse":
+                raise refuse(standing, self._schema, self._digests)
+            self._standing = standing
+            self._fork_root = fork_root(standing.stream.store.url)
+            return json.dumps({"starts_at_anchor": True, "roots": [*standing.roots, self._fork_root]}).encode()
+        self.lineage = standing.lineage(self._schema, self._digests)
         return json.dumps(
-            {"starts_at_anchor": False, "stream_id": self.lineage.stream_id, "version": self.lineage.version}
+            {
+                "starts_at_anchor": False,
+                "roots": standing.roots if self._standing is None else [self._fork_root],
+                "stream_id": self.lineage.stream_id,
+                "version": self.lineage.version,
+            }
         ).encode()
-
-
-def _stand_at_head(stream: Stream, schema: Schema, digests: list[Digest], config: PublishConfig) -> Lineage:
-    """Prove that our state is the one the stream ends at."""
-    info, theirs = stream.load()
-    url = stream.store.url
-    ways_on = (
-        "publish to a new URL, or attach with the weights the stream ends at (`torch-delta pull` writes them as a "
-        "checkpoint)"
-    )
-    if theirs.id != schema.id:
-        raise BaseMismatch(
-            f"{url} holds a stream of other tensors (schema {theirs.id[:12]}, ours {schema.id[:12]}); {ways_on}",
-            url=url,
-            expected=theirs.id,
-            got=schema.id,
-        )
-    if info.absolute_only and not config.absolute_only:
-        raise BaseMismatch(
-            f"{url} was declared absolute-only and its receivers rely on it; set absolute_only=True", url=url
-        )
-    version = stream.head()
-    parent_sha256, expected = stream.info_sha256, state_sha256(info.base.digests)
-    if version > 0:
-        commit, parent_sha256 = stream.commit(version)
-        expected = commit.state_sha256
-    got = state_sha256(digests)
-    if got != expected:
-        changed = _differing(schema, digests, info.base.digests) if version == 0 else []
-        named = f" in {len(changed)} tensors ({', '.join(changed[:_SHOWN])})" if changed else ""
-        raise BaseMismatch(
-            f"{url} stands at version {version} with other weights than the model's{named}: expected state "
-            f"{expected[:12]}, got {got[:12]}; {ways_on}",
-            url=url,
-            version=version,
-            expected=expected,
-            got=got,
-            tensors=changed[:100],
-        )
-    return Lineage(
-        stream=stream,
-        stream_id=info.stream_id,
-        schema=schema,
-        version=version,
-        parent_sha256=parent_sha256,
-        digests=digests,
-    )
 
 
 def _refuse_other_settings(claims: Sequence[Claim]) -> None:
@@ -216,7 +232,7 @@ def _compare_with_base(
     schema: Schema, digests: Sequence[Digest], of_base: Mapping[int, Digest], base: BaseCheckpoint
 ) -> None:
     expected = [of_base[tensor] for tensor in schema.data_indices]
-    changed = _differing(schema, digests, expected)
+    changed = differing(schema, digests, expected)
     if changed:
         raise BaseMismatch(
             f"{len(changed)} of {len(expected)} tensors of the model differ from the base {base.name}: "
@@ -225,11 +241,3 @@ def _compare_with_base(
             tensors=changed[:100],
             base=base.name,
         )
-
-
-def _differing(schema: Schema, digests: Sequence[Digest], expected: Sequence[Digest]) -> list[str]:
-    return [
-        schema.tensors[tensor].name
-        for tensor, mine, theirs in zip(schema.data_indices, digests, expected, strict=True)
-        if mine != theirs
-    ]

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("torch_delta")
 _LONGEST_DELAY_S = 10.0
 _STOP_S = 5.0
+_FEWEST_TELLING_BYTES = 1 << 20
+_SPEED_WEIGHT = 0.25
 _MAX_CHANGES = MAX_SLICES // 2  # a codec may cut a change into several slices
 
 
@@ -79,6 +81,28 @@ def receipt_key(epoch: int, version: int, rank: int) -> str:
     return f"receipt/{epoch}/{version}/{rank}"
 
 
+class LinkSpeed:
+    """How fast this rank uploads, from the parts it has uploaded. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes_per_s: float | None = None
+
+    def add(self, stored_bytes: int, seconds: float) -> None:
+        """One part went up. Small ones measure the store's answer time, not the link, and do not count."""
+        if stored_bytes < _FEWEST_TELLING_BYTES or seconds <= 0:
+            return
+        with self._lock:
+            known = self._bytes_per_s
+            speed = stored_bytes / seconds
+            self._bytes_per_s = speed if known is None else known + _SPEED_WEIGHT * (speed - known)
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Moving average over parts; None before the first part that tells."""
+        return self._bytes_per_s
+
+
 class Uploader:
     """Encodes and uploads the versions of one rank in a thread of its own.
 
@@ -98,12 +122,21 @@ class Uploader:
         self._config = config
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._epoch = 0
+        self.link = LinkSpeed()
         self._stopping = threading.Event()
         self._pool = ThreadPoolExecutor(config.num_encode_threads, "torch_delta-part")
         # Not the same one: a part waits for its frames, and in one pool those could wait for parts to end.
         self._frames = ThreadPoolExecutor(config.num_encode_threads, "torch_delta-encode")
         self._thread = threading.Thread(target=self._run, name="torch_delta-upload", daemon=True)
         self._thread.start()
+
+    @property
+    def wants_ranks(self) -> bool:
+        """Whether the next version should be coded in profile *small*, as chosen or by the measured link."""
+        if "packed" not in self._config.usable_encodings or self._config.profile == "fast":
+            return False
+        speed = self.link.bytes_per_s
+        return self._config.profile == "small" or speed is None or speed < self._config.small_below_bytes_per_s
 
     def submit(self, job: Job) -> None:
         """Queue a version; called by the training thread, which bounds how many are in flight."""
@@ -200,11 +233,15 @@ class Uploader:
         for attempt in range(1, self._config.num_put_attempts + 1):
             key = part_key(job.version, self._team.rank, seq, new_nonce())
             try:
-                return key, self._store.put_new(key, pieces).size_bytes
+                started = time.perf_counter()
+                stored_bytes = self._store.put_new(key, pieces).size_bytes
             except StoreUnavailable as error:
                 if attempt == self._config.num_put_attempts or self._stopping.is_set() or job.epoch < self._epoch:
                     raise
                 _logger.warning("attempt %d to upload %s failed, trying again: %s", attempt, key, error)
+            else:
+                self.link.add(stored_bytes, time.perf_counter() - started)
+                return key, stored_bytes
             self._stopping.wait(delay_s)
             delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
         raise StoreError(f"no attempt to upload part {seq} of version {job.version} was made", operation="put_new")

@@ -6,12 +6,13 @@ import dataclasses
 import logging
 import time
 from collections import deque
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Self
 
 from torch_delta.capture.source import StepSource
-from torch_delta.errors import DeadlineExceeded, Fenced, PublishFailed, TorchDeltaError
+from torch_delta.errors import DeadlineExceeded, DigestMismatch, Fenced, PublishFailed, TorchDeltaError
 from torch_delta.publish import at_exit
-from torch_delta.publish.anchors import AnchorState, write_anchor
+from torch_delta.publish.anchoring import Anchoring
 from torch_delta.publish.committer import Committer
 from torch_delta.publish.inflight import InFlight, Versions
 from torch_delta.publish.keyvalue import await_value, get_blob
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
     from torch_delta.capture.source import OwnedBox
     from torch_delta.codec.change import Change
-    from torch_delta.events import AnchorReport, PublishReport
+    from torch_delta.events import AnchorReport, PublishReport, RetentionReport
+    from torch_delta.publish.anchors import AnchorState
     from torch_delta.publish.coverage import TensorBox
     from torch_delta.publish.lineage import Opening
 
@@ -73,6 +75,11 @@ class Publisher:
         self._committer: Committer | None = None
         if opening.lineage is not None and opening.ownership is not None:
             self._committer = Committer(job.team, opening.lineage, opening.ownership, self._clock, job.config)
+        cadence = None if self._committer is None else self._committer.cadence
+        self._anchoring = Anchoring(dataclasses.replace(job, team=job.team.apart("anchor")), cadence)
+        self._is_anchor_wanted = False
+        self._anchored = 0  # the newest version that got one
+        self._anchor_from: int | None = None  # the coordinator found one due: from this version on
         self._unhook: Callable[[], None] = lambda: None
         if isinstance(job.source, StepSource):
             self._clock.is_stepped = True
@@ -132,40 +139,59 @@ class Publisher:
     def anchor(self) -> AnchorReport:
         """Write a full copy of the newest version as a checkpoint folder, from all ranks' shards, without gathering.
 
-        Waits for the versions in flight first, then for the other ranks. The weights may already be ahead: the copy is
-        of the last version. Training waits meanwhile.
+        Waits for the versions in flight first, then for the other ranks, and until the anchor exists; `request_anchor`
+        does not. The weights may already be ahead: the copy is of the last version.
 
         Raises:
-            PublishFailed: a version in flight, or the anchor, failed; on every rank.
+            PublishFailed: a version in flight failed; on every rank.
+            TorchDeltaError: the anchor failed, on every rank, with `.failures`.
         """
         self._check_open()
         self._settle(self._versions.newest, self._config.wait_timeout_s)
-        state = None
+        state: Future[AnchorState] | None = None
         if self._committer is not None:
-            lineage = self._committer.lineage
-            state = AnchorState(
-                stream_id=lineage.stream_id,
-                version=lineage.version,
-                commit_sha256=lineage.parent_sha256,
-                digests=lineage.digests,
-            )
-        return write_anchor(self._opening.anchor_job, self.version, state)
+            state = Future()
+            state.set_result(self._committer.state())
+        try:
+            return self._anchoring.submit(self.version, self._source, state).result()
+        except TorchDeltaError:
+            self._anchoring.error = None  # told here and now
+            raise
+
+    def request_anchor(self) -> None:
+        """Let the next version have an anchor, written in the background. Called by every rank, at the same step."""
+        self._check_open()
+        self._is_anchor_wanted = True
+
+    @property
+    def anchors(self) -> tuple[AnchorReport, ...]:
+        """Anchors written by this publisher, oldest first; the last `config.max_reports` of them."""
+        return self._anchoring.reports
+
+    @property
+    def retention(self) -> RetentionReport | None:
+        """The last time room was made, on rank 0, if `config.retention` says so."""
+        return self._anchoring.retention
 
     def close(self) -> None:
-        """Wait for the versions in flight, stop the threads, and leave optimizer and model as they were. Idempotent.
+        """Wait for what is in flight, anchors too, stop the threads, leave optimizer and model as before. Idempotent.
 
         Steps since the last `publish` are not published. On rank 0 it also waits a while for the other ranks, because
         the process that leaves first often takes the key-value store with it.
 
         Raises:
             PublishFailed: the last version was not committed; on every rank. The publisher is closed all the same.
+            DigestMismatch: the newest anchor was not written, because the shards are not what was published.
         """
         if self._closed:
             return
         try:
             if self._fenced is None:
                 self._settle(self._versions.newest, self._config.wait_timeout_s)
+            self._anchoring.stop(wait=self._fenced is None)
             self._farewell(_FAREWELL_S)
+            if isinstance(self._anchoring.error, DigestMismatch):
+                raise self._anchoring.error
         except (PublishFailed, Fenced):
             # The other ranks have yet to hear of it, from the key-value store that may go with this process.
             self._farewell(_FAREWELL_AFTER_FAILURE_S)
@@ -180,11 +206,12 @@ class Publisher:
         self._closed = True
         at_exit.forget(self)
         self._unhook()
+        self._anchoring.stop(wait=False)
         self._uploader.stop(wait=not len(self._versions))
         if self._committer is not None:
             self._committer.stop(wait=not len(self._versions))
         self._source.close()
-        if self._closes_store:
+        if self._closes_store or self._opening.has_moved:
             self._store.close()
 
     def __enter__(self) -> Self:
@@ -217,21 +244,37 @@ class Publisher:
             self._await_outcome(self._config.wait_timeout_s)
         self._raise_due()
         version = self._versions.next()
-        wants_anchor = self._config.anchor_every is not None and version % self._config.anchor_every == 0
         self._collect(version, time.perf_counter() - waiting_since)
-        if wants_anchor:
-            self.anchor()
         return version
+
+    def _takes_anchor(self, version: int) -> bool:
+        """Whether this version gets an anchor; the same on every rank, see `anchoring`."""
+        by_number = self._config.anchor_every is not None and version % self._config.anchor_every == 0
+        is_due = self._anchor_from is not None and version >= self._anchor_from
+        if is_due:
+            self._anchor_from = None
+        wanted, self._is_anchor_wanted = self._is_anchor_wanted, False
+        return by_number or is_due or wanted
+
+    def _start_anchor(self, version: int, error: TorchDeltaError | None) -> None:
+        """Start an anchor of the version that was just collected; on every rank, also on one that could not."""
+        self._anchored = version
+        state = None if self._committer is None else self._committer.await_state(version, self._epoch)
+        self._anchoring.submit(version, self._source if error is None else error, state)
 
     def _collect(self, version: int, back_pressure_s: float) -> None:
         started = time.perf_counter()
+        takes_anchor = self._takes_anchor(version)
         collected, error = None, None
         try:
+            self._source.wants_ranks = self._uploader.wants_ranks
             collected = self._source.collect()
         except Exception as failed:
             # Told to the coordinator, so that all ranks raise it in the same step instead of this one alone now.
             _logger.exception("rank %d could not collect version %d", self._team.rank, version)
             error = failed if isinstance(failed, TorchDeltaError) else TorchDeltaError(f"collecting failed: {failed!r}")
+        if takes_anchor:
+            self._start_anchor(version, error)
         entry = InFlight(
             version=version,
             # The background thread drops the changes when they are uploaded; nobody else may hold them.
@@ -293,6 +336,8 @@ class Publisher:
         if isinstance(outcome, Aborted):
             self._failure = outcome
             return
+        if outcome.is_anchor_due:
+            self._anchor_from = outcome.version + self._config.max_in_flight
         entry = self._versions.settle(outcome.version)
         self._source.commit(entry.token)
         self._reports.append(entry.report(outcome, self._opening))
@@ -325,6 +370,9 @@ class Publisher:
         self._failure = None
         if isinstance(failure.error, Fenced):
             self._fenced = failure.error
+        if self._anchored >= failure.next_version:
+            self._is_anchor_wanted = True  # it goes with its version; the next one gets it
+            self._anchored = 0
         token = self._versions.lose(failure.next_version)
         if token is not None:
             self._source.rollback(token)

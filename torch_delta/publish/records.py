@@ -106,6 +106,8 @@ class Committed:
     num_parts: int
     receipts_s: float
     commit_s: float
+    is_anchor_due: bool = False
+    """Every rank takes part in an anchor of the version `max_in_flight` later; all of them have read this by then."""
 
     def to_bytes(self) -> bytes:
         """Pack for the key-value store."""

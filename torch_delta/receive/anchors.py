@@ -97,6 +97,7 @@ def load_anchor(session: Session, stream: Stream, anchor: AnchorKey, pool: Threa
         verify_s=verified_s - fetched_s,
         apply_s=time.perf_counter() - verified_s,
         wait_s=0.0,
+        stream_id=info.stream_id,
     )
 
 

@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from torch_delta.errors import ChainError, ObjectNotFound, StoreUnavailable
 from torch_delta.receive.advance import Advance, Verify
-from torch_delta.receive.lookout import Lookout
+from torch_delta.receive.leasing import LeaseKeeper
+from torch_delta.receive.lookout import Lookout, StreamEnded
 from torch_delta.receive.reports import ApplyReport, shared
 from torch_delta.store import Backoff, Store, open_store
 from torch_delta.stream import Stream
+from torch_delta.stream.lineages import open_successor, walk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
+    from torch_delta.format.head import Successor
     from torch_delta.format.schema import Schema
     from torch_delta.format.streaminfo import StreamInfo
     from torch_delta.receive.local_checkpoint import LocalCheckpoint
@@ -26,7 +29,7 @@ _MOST_REPLANS = 5
 
 
 class Follower:
-    """A reader of one stream. Needs no GPU, no torch.distributed and no connection to the trainer.
+    """A reader of a stream and of what continues it. Needs no GPU, no torch.distributed, no connection to the trainer.
 
         with Follower("s3://bucket/run-7") as follower:
             for report in follower.apply_to(checkpoint):
@@ -44,6 +47,11 @@ class Follower:
         verify: when to digest every byte of the checkpoint before writing to it: ``"start"`` (the first time this
             process writes to it), ``"every"`` version, or ``"never"``. Deltas are proved in any case; this finds bytes
             that something else changed (F14).
+        merge_from: fewest pending versions that are decoded together and written once, when no consumer of the
+            checkpoint needs them one by one; None takes every version by itself.
+        lease_s: life of a lease in the stream, so that retention keeps what this follower still needs even if it is
+            slow or away for a while; renewed in time by a thread, deleted by `close`. Needs permission to write. None
+            leaves none: a follower that retention overtakes starts again from an anchor.
 
     Raises:
         StoreUnavailable: there is no such store, or an extra is missing.
@@ -58,19 +66,27 @@ class Follower:
         retry_s: float = 300.0,
         num_fetch_threads: int = 8,
         verify: Verify = "start",
+        merge_from: int | None = 4,
+        lease_s: int | None = None,
     ) -> None:
         if verify not in {"start", "every", "never"}:
             raise ValueError(f"verify must be 'start', 'every' or 'never', got {verify!r}")
         if num_fetch_threads < 1 or retry_s < 0:
             raise ValueError(f"expected num_fetch_threads >= 1 and retry_s >= 0, got {num_fetch_threads} and {retry_s}")
+        if merge_from is not None and merge_from < 2:
+            raise ValueError(f"merge_from is {merge_from}; expected at least 2 versions, or None")
         backoff = Backoff(first_s=poll_interval_s, most_s=max(poll_interval_s, most_poll_interval_s))
-        self._owns_store = not isinstance(url, Store)
         self.store = url if isinstance(url, Store) else open_store(url)
+        self._stores: list[Store] = [] if isinstance(url, Store) else [self.store]
         self.stream = Stream(self.store)
         self._stop = threading.Event()
-        self._lookout = Lookout(self.stream, backoff, retry_s, self._stop)
         self._pool = ThreadPoolExecutor(num_fetch_threads, thread_name_prefix="torch-delta-fetch")
-        self._advance = Advance(self.stream, self._pool, verify)
+        self._lease: LeaseKeeper | None = None
+        self._lease_s = lease_s
+        self._verify: Verify = verify
+        self._merge_from = merge_from
+        self._backoff, self._retry_s = backoff, retry_s
+        self._read(self.stream)
 
     # -- what the stream says ---------------------------------------------------------------------------------------
 
@@ -109,16 +125,20 @@ class Follower:
         damaged, starts again from the newest anchor (or, without one, from its base). Another process that follows with
         the same checkpoint may do the work; its versions are reported as ``kind="shared"``, several as one.
 
+        Where the stream was ended by a successor, the follower goes over to it: the checkpoint takes the versions up to
+        the fork, and is then version 0 of the stream that goes on, or is replaced by an anchor of it if it is beyond
+        the fork or the fork is at no version. `stream` is the new one then, and versions count from 0 again.
+
         Args:
             checkpoint: of this host.
-            until: stop after this version; ``"head"`` for the newest one at the time of the call. None goes on until
-                `stop` is called.
+            until: stop after this version, of whichever stream it is reached in; ``"head"`` for the newest one at the
+                time of the call. None goes on until `stop` is called.
             timeout_s: longest wait for the next version, for the stream to exist, and for another process; None waits
                 for ever for the first two and the checkpoint's own time for the last.
 
         Raises:
             BaseMismatch: the checkpoint is not the stream's base, or follows another stream; names the tensors.
-            ChainError: no path leads on (a gap), the history was replaced (a fork), or the stream goes on elsewhere;
+            ChainError: no path leads on (a gap), the history was replaced, or the stream goes on where nothing lies;
                 says what to do.
             FormatError, DigestMismatch: a version is damaged and no later anchor leads around it.
             UnsupportedFormat: it needs a newer release.
@@ -127,8 +147,60 @@ class Follower:
         """
         if not self._lookout.wait_for_stream(timeout_s):
             return
+        self._find(checkpoint)
+        while not self._stop.is_set():
+            try:
+                yield from self._apply_lineage(checkpoint, until, timeout_s)
+            except StreamEnded as ended:
+                report = self._go_over(checkpoint, ended.successor, timeout_s)
+                if report is not None:
+                    yield report
+            else:
+                return
+
+    def _find(self, checkpoint: LocalCheckpoint) -> None:
+        """Be in the lineage that the checkpoint follows, if that continues the one this follower is in."""
+        wanted = checkpoint.stream_id
+        if wanted in {None, self.info.stream_id}:
+            return
+        way = [*self._lookout.retry(lambda: [*walk(self.stream)])]
+        found = next((at for at, lineage in enumerate(way) if lineage.stream.load()[0].stream_id == wanted), 0)
+        for at, lineage in enumerate(way[1:], start=1):
+            if at != found:
+                lineage.stream.store.close()
+        if found:
+            self._enter(way[found].stream)
+
+    def _enter(self, stream: Stream) -> None:
+        """Read another lineage from now on; its store is this follower's. Others may still use the one before."""
+        self._stores.append(stream.store)
+        self.store, self.stream = stream.store, stream
+        self._read(stream)
+
+    def _read(self, stream: Stream) -> None:
+        if self._lease is not None:
+            self._lease.close()
+        self._lease = None if self._lease_s is None else LeaseKeeper(stream, self._lease_s)
+        hold = {} if self._lease is None else {"hold": self._lease.hold}
+        self._lookout = Lookout(stream, self._backoff, self._retry_s, self._stop)
+        self._advance = Advance(stream, self._pool, self._verify, merge_from=self._merge_from, **hold)
+
+    def _go_over(
+        self, checkpoint: LocalCheckpoint, successor: Successor, timeout_s: float | None
+    ) -> ApplyReport | None:
+        before = successor.stream_id
+        self._enter(self._lookout.retry(lambda: open_successor(self.stream, successor)))
+        change_over = functools.partial(self._advance.change_over, checkpoint, before, successor.version, timeout_s)
+        return self._lookout.retry(change_over)
+
+    def _apply_lineage(
+        self, checkpoint: LocalCheckpoint, until: int | Literal["head"] | None, timeout_s: float | None
+    ) -> Iterator[ApplyReport]:
         seen = self._lookout.standing(checkpoint)
-        target = self._lookout.retry(self._lookout.newest) if until == "head" else until
+        target = None if until == "head" else until
+        if until == "head":
+            newest = self._lookout.retry(self._lookout.newest)
+            target = newest if self._lookout.end is None else None
         if target is not None and seen is not None and seen > target:
             raise ChainError(
                 f"{checkpoint.path} is at version {seen}, beyond {target}; versions are not taken back. Use an empty "
@@ -139,8 +211,11 @@ class Follower:
         num_replans = 0
         while not self._stop.is_set():
             now = self._lookout.standing(checkpoint)
+            if now is None and checkpoint.stream_id is not None:
+                self._find(checkpoint)  # another process of this host went over before us
+                now = self._lookout.standing(checkpoint)
             if now is not None and seen is not None and now != seen:
-                yield shared(seen, now)
+                yield shared(seen, now, self.info.stream_id)
             seen = now if now is not None else seen
             is_there = target is not None and now is not None and now >= target
             if is_there and not self._advance.owes_proof(checkpoint):
@@ -176,8 +251,10 @@ class Follower:
         """Stop, and release threads and the store."""
         self.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        if self._owns_store:
-            self.store.close()
+        if self._lease is not None:
+            self._lease.close()
+        for store in self._stores:
+            store.close()
 
     def __enter__(self) -> Self:
         return self

@@ -22,6 +22,7 @@ from torch_delta.receive.patches import Patch, open_patch
 from torch_delta.receive.proofs import check_damage, check_fit, check_rest, wrong_tensors
 from torch_delta.receive.recovery import recover
 from torch_delta.receive.reports import VerifyReport
+from torch_delta.receive.retention import kept_patches, way
 from torch_delta.receive.session import Session
 from torch_delta.receive.state import Layout, State, read_schema
 from torch_delta.receive.weights import Weights
@@ -114,6 +115,12 @@ class LocalCheckpoint:
         """The stream it follows, if any."""
         state = self._states.read()
         return state.stream_id or None if state is not None else None
+
+    @property
+    def is_unbound(self) -> bool:
+        """Whether there are weight files that follow no stream yet: a copy of a base, waiting for its first version."""
+        state = self._states.read()
+        return state is not None and not state.stream_id
 
     @property
     def commit_sha256(self) -> str | None:
@@ -232,12 +239,34 @@ class LocalCheckpoint:
         Raises:
             ChainError: it was not applied here yet, or is no longer kept; reload from the checkpoint instead.
         """
+        return self.patches(version - 1, version)[0]
+
+    def patches(self, since: int, version: int | None = None) -> list[Patch]:
+        """The absolute patches that lead from version `since` to `version`, to be applied in order.
+
+        One per version while a consumer is registered. A follower without consumers may have merged several into one,
+        which then leads only to the last of them.
+
+        Args:
+            since: version the caller has.
+            version: it wants, by default the checkpoint's.
+
+        Raises:
+            ChainError: one was not applied here yet, is no longer kept, or was merged with others; reload from the
+                checkpoint instead.
+        """
         state = self._bound_state()
-        if version <= state.version:  # a later one may be on disk and never be applied
+        version = state.version if version is None else version
+        found = way(kept_patches(self._layout), since, version) if since < version <= state.version else None
+        if found is not None:
             with contextlib.suppress(FileNotFoundError):
-                return open_patch(self._layout.patch(version), self.schema)
+                return [
+                    open_patch(self._layout.patch(kept.version, kept.since), self.schema, since=kept.since)
+                    for kept in found
+                ]
+        missing = f"for version {version}" if since == version - 1 else f"from version {since} to {version}"
         raise ChainError(
-            f"{self.path}: no patch for version {version}, the checkpoint is at {state.version}; reload from it. "
+            f"{self.path}: no patch {missing}, the checkpoint is at {state.version}; reload from it. "
             "Consumers that register keep the patches they need",
             local_version=state.version,
             missing=version,

@@ -6,7 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from torch_delta.errors import ChainError, CheckpointBusy, ObjectNotFound, StoreUnavailable
+from torch_delta.errors import CheckpointBusy, ObjectNotFound, StoreUnavailable
 from torch_delta.receive.locks import FileLock
 from torch_delta.receive.state import Layout
 from torch_delta.store import Backoff, poll, retry
@@ -24,6 +24,18 @@ logger = logging.getLogger("torch_delta")
 T = TypeVar("T")
 
 _LOOK_AROUND_EVERY = 16  # polls between two looks at the hint and the successor
+
+
+class StreamEnded(Exception):
+    """There is nothing more for this checkpoint here.
+
+    Attributes:
+        successor: where the stream goes on.
+    """
+
+    def __init__(self, successor: Successor) -> None:
+        super().__init__(successor)
+        self.successor = successor
 
 
 class Lookout:
@@ -69,6 +81,11 @@ class Lookout:
         usable = checkpoint.stream_id == self._stream.load()[0].stream_id and not checkpoint.damage
         return checkpoint.version if usable else None
 
+    @property
+    def end(self) -> Successor | None:
+        """Where this stream goes on, as of the last look around."""
+        return self._end
+
     def newest(self) -> int:
         """The newest version of this stream's history, from the hint; also notices where that history ends.
 
@@ -88,7 +105,7 @@ class Lookout:
             The version to go for; where the checkpoint stands if another process moved it; None once stopped.
 
         Raises:
-            ChainError: the stream ended and goes on elsewhere.
+            StreamEnded: it goes on elsewhere, and nothing that is wanted is left here.
             StoreUnavailable: the store did not answer for `retry_s`.
             DeadlineExceeded: `timeout_s` passed.
         """
@@ -107,7 +124,8 @@ class Lookout:
                 except CheckpointBusy:
                     return None  # another process of this host asks, and this one sees what comes of it (F107)
             try:
-                newest = self._ask(now, look_around=num_polls % _LOOK_AROUND_EVERY == 0)
+                look_around = num_polls % _LOOK_AROUND_EVERY == 0
+                newest = self._ask(now, target, nothing_here=not checkpoint.is_unbound, look_around=look_around)
             except StoreUnavailable as error:
                 silent_since_s = time.monotonic() if silent_since_s is None else silent_since_s
                 if is_local(error) or time.monotonic() - silent_since_s > self._retry_s:
@@ -131,21 +149,16 @@ class Lookout:
         finally:
             asker.release()
 
-    def _ask(self, now: int | None, *, look_around: bool) -> int:
+    def _ask(self, now: int | None, target: int | None, *, nothing_here: bool, look_around: bool) -> int:
         if self._known is None or now is None or (look_around and self._known <= now):
             self.newest()
         elif self._known <= now:
             self._known = self._stream.head(now)
         assert self._known is not None
         end = self._end
-        if end is not None and now is not None and now >= end.version:
-            raise ChainError(
-                f"{self.url} ended at version {end.version}; it goes on as stream {end.successor_id} at {end.root!r} "
-                "beside it. This release does not change over by itself: follow that URL, with another folder",
-                local_version=now,
-                target=end.version + 1,
-                successor=end.root,
-            )
+        has_arrived = nothing_here if now is None else end is not None and now >= end.version
+        if end is not None and has_arrived and (target is None or target > end.version):
+            raise StreamEnded(end)
         return self._limited(self._known)
 
     def _limited(self, version: int) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 
 from torch_delta.codec.bits import Bits, Index, as_bytes, bits_dtype
+from torch_delta.format.digest import ZERO, Digest
 from torch_delta.format.dtypes import ITEMSIZE
 from torch_delta.format.encodings import PAYLOAD_DTYPES, coo_index_name
 from torch_delta.format.frames import Frame, Slice
@@ -50,11 +51,24 @@ class Patch(Mapping[int, tuple[PatchSlice, ...]]):
     """An open patch: schema index of a tensor to its slices. Arrays are views of the mapped file and keep it alive.
 
     Attributes:
+        since: version it leads from; the one before `version` unless several were merged.
         version: it leads to.
         num_changed: elements it sets.
+        increments: by tensor, what the patch adds to its digest; proved when the patch was made. Whoever writes the
+            patch somewhere else can prove with them what was there before and what is there now.
     """
 
-    def __init__(self, version: int, num_changed: int, slices: Mapping[int, tuple[PatchSlice, ...]]) -> None:
+    def __init__(
+        self,
+        version: int,
+        num_changed: int,
+        slices: Mapping[int, tuple[PatchSlice, ...]],
+        increments: Mapping[int, Digest],
+        *,
+        since: int | None = None,
+    ) -> None:
+        self.increments = increments
+        self.since = version - 1 if since is None else since
         self.version = version
         self.num_changed = num_changed
         self._slices = slices
@@ -69,7 +83,7 @@ class Patch(Mapping[int, tuple[PatchSlice, ...]]):
         return len(self._slices)
 
     def __repr__(self) -> str:
-        return f"Patch(version={self.version}, num_changed={self.num_changed}, tensors={len(self)})"
+        return f"Patch(since={self.since}, version={self.version}, num_changed={self.num_changed}, tensors={len(self)})"
 
 
 class _Slot(NamedTuple):
@@ -199,8 +213,13 @@ def _take(ends: dict[str, int], name: str, size: int) -> int:
     return at
 
 
-def open_patch(path: Path, schema: Schema) -> Patch:
+def open_patch(path: Path, schema: Schema, *, since: int | None = None) -> Patch:
     """Map a patch and check everything it declares.
+
+    Args:
+        path: of the file.
+        schema: of the stream.
+        since: version it leads from; None for the one before.
 
     Raises:
         FormatError: damaged.
@@ -210,6 +229,7 @@ def open_patch(path: Path, schema: Schema) -> Patch:
         buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     part = parse_part(memoryview(buffer), schema=schema, key=path.name)
     found: dict[int, list[PatchSlice]] = {}
+    increments: dict[int, Digest] = {}
     for frame in part.frames:
         payload = part.payload(frame)
         used = dict.fromkeys(payload, 0)
@@ -222,8 +242,9 @@ def open_patch(path: Path, schema: Schema) -> Patch:
             kind = "coo.value" if frame.encoding == "coo" else "dense"
             value = _array(payload, used, f"{kind}.{dtype}", bits_dtype(dtype), item.count)
             found.setdefault(item.tensor, []).append(PatchSlice(item.box, index, value))
+            increments[item.tensor] = increments.get(item.tensor, ZERO) + item.increment
     slices = {tensor: tuple(of_tensor) for tensor, of_tensor in sorted(found.items())}
-    return Patch(part.header.version, part.num_changed, slices)
+    return Patch(part.header.version, part.num_changed, slices, increments, since=since)
 
 
 def _array(payload: Mapping[str, memoryview], used: dict[str, int], name: str, dtype: np.dtype[Any], count: int) -> Any:

@@ -6,8 +6,7 @@
                                                     state hash)                                old bits)
 
 So when a patch exists, its result is proved: old digests plus recomputed increments hash to what the writer committed.
-The weight files are only read here. Merging several versions into one patch would start where `decode` reads old bits:
-through an overlay of the patches before it.
+The weight files are only read here. `merge` does the same for several versions at once.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from torch_delta.format.commit import Commit
     from torch_delta.format.schema import Schema
     from torch_delta.receive.session import Session
-    from torch_delta.receive.state import State
     from torch_delta.store import Store
     from torch_delta.stream import StoredCommit
 
@@ -78,7 +76,7 @@ def prepare(
     fetched_s = time.perf_counter()
     reach("receive.parts_fetched")
     parts = [parse_part(buffer, schema=schema, key=item.key) for buffer, item in zip(buffers, wanted, strict=True)]
-    digests = check_parts(schema, state, commit, parts, absolute_only=absolute_only)
+    digests = check_parts(schema, state.digests, commit, parts, absolute_only=absolute_only)
     prepared = _decode(session, commit, commit_sha256, parts, digests)
     return prepared, Timings(
         stored_bytes=sum(item.stored_bytes for item in wanted),
@@ -88,15 +86,22 @@ def prepare(
 
 
 def check_parts(
-    schema: Schema, state: State, commit: Commit, parts: Sequence[Part], *, absolute_only: bool = False
+    schema: Schema, before: Sequence[Digest], commit: Commit, parts: Sequence[Part], *, absolute_only: bool = False
 ) -> tuple[Digest, ...]:
     """Check everything the parts of a version declare, together, before any of it is used (rules P1, P13, R6, C5).
+
+    Args:
+        schema: of the stream.
+        before: digests of all tensors with data at the version before, in schema order.
+        commit: of the version.
+        parts: all of them, parsed.
+        absolute_only: what the stream promises of its encodings.
 
     Returns:
         The digests of all tensors after this version, proved to be the committed state if the declared increments are
         right; decoding proves those.
     """
-    digests = dict(zip(schema.data_indices, state.digests, strict=True))
+    digests = dict(zip(schema.data_indices, before, strict=True))
     for part, ref in zip(parts, commit.parts, strict=True):
         part.check_reference(ref, commit)
         for frame in part.frames:
@@ -113,7 +118,7 @@ def check_parts(
     got = state_sha256(result)
     if got != commit.state_sha256:
         raise DigestMismatch(
-            f"{commit.key}: its slices lead from version {state.version} here to state {got}, it promises "
+            f"{commit.key}: its slices lead from version {commit.version - 1} here to state {got}, it promises "
             f"{commit.state_sha256} (rule C5)",
             rule="C5",
             version=commit.version,
@@ -173,6 +178,7 @@ def _decode(
         writer.discard()
         raise
     return Prepared(
+        since=commit.version - 1,
         version=commit.version,
         parent_sha256=commit.parent_sha256,
         commit_sha256=commit_sha256,

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """One version decoded and proved, ready to be written. Nothing of the checkpoint has changed yet.
+    """One version or several merged, decoded and proved, ready to be written; the checkpoint has not changed yet.
 
     Attributes:
+        since: version it leads from.
         version: it leads to.
         parent_sha256: of the commit it may be applied on.
         commit_sha256: of its own commit.
@@ -25,6 +26,7 @@ class Prepared:
         num_changed: elements it sets.
     """
 
+    since: int
     version: int
     parent_sha256: str
     commit_sha256: str

@@ -10,7 +10,7 @@ from torch_delta.receive.access import exclusive, needs_replay
 from torch_delta.receive.diskio import local_io
 from torch_delta.receive.install import finish_install, sweep
 from torch_delta.receive.patches import file_hash, open_patch
-from torch_delta.receive.retention import drop_patches_above
+from torch_delta.receive.retention import drop_patches_above, redo_log
 from torch_delta.receive.state import State
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _finish_version(session: Session) -> None:
     try:
         with local_io(layout.root, "finish a half-written version"):
             target = State.from_bytes(layout.next.read_bytes(), layout.next)
-            patch = _open_patch(session, target.version, target.patch_hash)
+            patch = _open_patch(session, target.version, _since(target), target.patch_hash)
             with exclusive(layout, session.timeout_s):
                 session.write(patch)
                 layout.next.replace(layout.state)
@@ -59,8 +59,8 @@ def _replay(session: Session, state: State) -> None:
     logger.warning("%s: the machine restarted; writing versions after %d again", layout.root, state.synced_version)
     try:
         with local_io(layout.root, "write versions again"), exclusive(layout, session.timeout_s):
-            for version in range(state.synced_version + 1, state.version + 1):
-                session.write(_open_patch(session, version))
+            for kept in redo_log(layout, state.synced_version, state.version):
+                session.write(_open_patch(session, kept.version, kept.since))
         session.verify_full()
     except (FormatError, BaseMismatch, DigestMismatch, IndexError) as error:  # IndexError: rot in a patch's positions
         session.mark_damaged(f"the machine restarted and the redo log does not lead back: {error}")
@@ -68,10 +68,14 @@ def _replay(session: Session, state: State) -> None:
         session.sync()
 
 
-def _open_patch(session: Session, version: int, expected_hash: str | None = None) -> Patch:
-    path = session.layout.patch(version)
+def _since(state: State) -> int:
+    return state.patch_since if state.patch_since >= 0 else state.version - 1
+
+
+def _open_patch(session: Session, version: int, since: int, expected_hash: str | None = None) -> Patch:
+    path = session.layout.patch(version, since)
     if not path.exists():
         raise FormatError(f"{path}: the patch of version {version} is gone", key=path.name)
     if expected_hash is not None and file_hash(path) != expected_hash:
         raise FormatError(f"{path}: not the patch that was journalled", key=path.name)
-    return open_patch(path, session.schema)
+    return open_patch(path, session.schema, since=since)

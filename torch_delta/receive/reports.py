@@ -14,10 +14,11 @@ class ApplyReport:
     """The version it is at now."""
     from_version: int | None
     """The version it was at before; None if it held nothing that was usable."""
-    kind: Literal["delta", "anchor", "shared"]
-    """One delta applied, an anchor loaded, or another process of this host did it (then bytes and seconds are 0)."""
+    kind: Literal["delta", "anchor", "successor", "shared"]
+    """Deltas applied (one, or several at once), an anchor loaded, the same bits now version 0 of the stream that goes
+    on (nothing was fetched), or another process of this host did it (then bytes and seconds are 0)."""
     num_changed: int
-    """Elements the delta set; all elements for an anchor."""
+    """Elements the step set; all elements for an anchor."""
     stored_bytes: int
     """Fetched from the store."""
     full_bytes: int
@@ -32,6 +33,9 @@ class ApplyReport:
     """Seconds of journalling and writing; readers were kept out for a part of it."""
     wait_s: float
     """Seconds spent waiting for another process of this host."""
+    stream_id: str = ""
+    """The stream whose version this is. Where it differs from the report before, the checkpoint went over to a
+    successor, whose versions begin at 0 again."""
 
     @property
     def total_s(self) -> float:
@@ -44,7 +48,7 @@ class ApplyReport:
         return self.full_bytes / self.stored_bytes if self.stored_bytes else float("inf")
 
 
-def shared(before: int, now: int) -> ApplyReport:
+def shared(before: int, now: int, stream_id: str) -> ApplyReport:
     """The report when another process of this host did the work."""
     return ApplyReport(
         version=now,
@@ -58,6 +62,7 @@ def shared(before: int, now: int) -> ApplyReport:
         verify_s=0.0,
         apply_s=0.0,
         wait_s=0.0,
+        stream_id=stream_id,
     )
 
 

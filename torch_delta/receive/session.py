@@ -191,10 +191,35 @@ class Session:
             reach("receive.schema_kept")
             self._put_state(state)
 
+    def rebind(self, *, stream_id: str, commit_sha256: str) -> None:
+        """Make the same bits version 0 of the stream that continues this one; its digests are the caller's business.
+
+        Patches lead between versions of the old stream and go first; the weights are on disk by then, so that a crash
+        leaves either stream.
+        """
+        state = self.bound_state()
+        self.sync()
+        for patch in kept_patches(self.layout):
+            self.layout.patch(patch.version, patch.since).unlink(missing_ok=True)
+        reach("receive.patches_dropped")
+        with local_io(self.layout.hidden, "change over to another stream"):
+            self._put_state(
+                dataclasses.replace(
+                    state,
+                    stream_id=stream_id,
+                    version=0,
+                    commit_sha256=commit_sha256,
+                    synced_version=0,
+                    patch_hash="",
+                    patch_since=-1,
+                    boot_id=boot_id(),
+                )
+            )
+
     # -- versions ---------------------------------------------------------------------------------------------------
 
     def apply(self, prepared: Prepared) -> None:
-        """Write one prepared version (rule R7); when this returns, the checkpoint is at it whatever crashes afterwards.
+        """Write what was prepared (rule R7); when this returns, the checkpoint is at it whatever crashes afterwards.
 
         Raises:
             ChainError: it was prepared for another state.
@@ -202,20 +227,21 @@ class Session:
             DeadlineExceeded: readers did not leave; the same.
         """
         layout, state = self.layout, self.bound_state()
-        if (prepared.version, prepared.parent_sha256) != (state.version + 1, state.commit_sha256):
+        if (prepared.since, prepared.parent_sha256) != (state.version, state.commit_sha256):
             raise ChainError(
-                f"{layout.root} is at version {state.version}, the patch leads from {prepared.version - 1} to "
+                f"{layout.root} is at version {state.version}, the patch leads from {prepared.since} to "
                 f"{prepared.version}, or belongs to another history",
                 local_version=state.version,
                 target=prepared.version,
             )
-        path, staged = layout.patch(prepared.version), layout.next.with_suffix(".new")
+        path, staged = layout.patch(prepared.version, prepared.since), layout.next.with_suffix(".new")
         target = dataclasses.replace(
             state,
             version=prepared.version,
             commit_sha256=prepared.commit_sha256,
             digests=prepared.digests,
             patch_hash=prepared.patch_hash,
+            patch_since=prepared.since,
             boot_id=boot_id(),
         )
         with local_io(layout.root, f"journal version {prepared.version}"):

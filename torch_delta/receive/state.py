@@ -5,7 +5,8 @@
       next.json         the state being moved to; present only while weights change (crash marker)
       install.json      a staged set of files being moved into place (crash marker)
       schema.json       the stream's schema object, as stored in the stream
-      patches/<version>.safetensors   absolute patches, kept as redo log and for consumers
+      patches/<version>.safetensors          absolute patches, kept as redo log and for consumers
+      patches/<version>-<since>.safetensors  the same for several versions in one
       consumers/        who on this host still needs which patch
       stage-*/, tmp/    unfinished work; whatever lies here when the writer lock is free is garbage
 
@@ -93,9 +94,12 @@ class Layout:
         """Shared by readers of the weight files, exclusive while they change."""
         return self.hidden / "weights.lock"
 
-    def patch(self, version: int) -> Path:
-        """The absolute patch that leads to `version`."""
-        return self.patches / f"{version_name(version)}.safetensors"
+    def patch(self, version: int, since: int | None = None) -> Path:
+        """The absolute patch that leads to `version`, from `since` or from the version before."""
+        stem = version_name(version)
+        if since is not None and since != version - 1:
+            stem += f"-{version_name(since)}"
+        return self.patches / f"{stem}.safetensors"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +115,7 @@ class State:
         synced_version: newest version whose weights would survive a power cut; later patches are the redo log.
         boot_id: the boot of the machine that wrote this state; another one means the page cache was lost.
         patch_hash: of the patch that leads to this version; empty for version 0 and after an anchor.
+        patch_since: version that patch leads from; -1 for the one before.
         shared_extents: weight files were cloned copy-on-write, so that writing to them takes free blocks.
         damage: why the weight files can no longer be trusted; empty when they can.
     """
@@ -123,6 +128,7 @@ class State:
     synced_version: int
     boot_id: str
     patch_hash: str = ""
+    patch_since: int = -1
     shared_extents: bool = False
     damage: str = ""
 

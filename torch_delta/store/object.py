@@ -1,7 +1,7 @@
 """A store in a bucket of S3 (and what speaks its protocol), Google Cloud Storage or Azure, through obstore.
 
 Reads of more than one chunk go in parallel ranges (`object_read`), writes are conditional or streamed (`object_write`).
-Every operation has a deadline and repeats only what is safe to repeat (`object_calls`, `object_answers`);
+Every operation has a deadline and repeats only what is safe to repeat (`calls`, `object_answers`);
 docs/stores.md lists limits, credentials and endpoints (`object_config`).
 """
 
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from torch_delta.errors import ObjectNotFound, StoreUnavailable
 from torch_delta.format.keys import validate_key
 from torch_delta.store.base import BytesLike, Data, ObjectInfo, Store, views
+from torch_delta.store.calls import Call
 from torch_delta.store.keycheck import check_prefix, is_key, range_error
-from torch_delta.store.object_calls import Call
+from torch_delta.store.object_answers import OBSTORE
 from torch_delta.store.object_config import ObjectConfig, endpoint_of, make_client, parse_url
 from torch_delta.store.object_read import Reader
 from torch_delta.store.object_write import Writer
@@ -174,7 +175,7 @@ class ObjectStore(Store):
 
     def _call(self, operation: str, key: str, *, unclear: str = "absent") -> Call:
         timeout_s = self._config.operation_timeout_s
-        return Call(self.url, operation, key, timeout_s=timeout_s, stop=self._stop, unclear=unclear)
+        return Call(OBSTORE, self.url, operation, key, timeout_s=timeout_s, stop=self._stop, unclear=unclear)
 
     def _cut(self, pieces: Iterator[memoryview]) -> Iterator[bytes]:
         """Copies of at most a chunk each: the caller may reuse its buffers, uploads run behind."""

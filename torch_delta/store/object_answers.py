@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Literal
+from typing import Final
 
-Kind = Literal["absent", "taken", "no bucket", "past the end", "refused", "unclear"]
+from torch_delta.store.calls import Answer, Language
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
@@ -21,6 +20,7 @@ _FORBIDDEN_ADVICE = (
     "Access is refused: check the credentials, the clock of this machine, and that they may list the bucket and get, "
     "put and delete below the prefix (without the right to list, an absent object reads as forbidden)"
 )
+_CLOCK_ADVICE = "The clock of this machine is off by more than the service accepts (15 minutes): set it, then repeat"
 _CREDENTIALS_ADVICE = (
     "No credentials were found: set them in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; "
     "GOOGLE_APPLICATION_CREDENTIALS; AZURE_STORAGE_ACCOUNT_KEY), install boto3 to use ~/.aws, or give this "
@@ -29,24 +29,6 @@ _CREDENTIALS_ADVICE = (
 _REGION_ADVICE = "The bucket lives elsewhere: set AWS_REGION to its region"
 _REQUEST_ADVICE = "The service refuses the request: check region, endpoint and that it supports conditional writes"
 _REPEAT_ADVICE = "Check network and endpoint, then repeat"
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What an error of one request says.
-
-    Attributes:
-        kind: ``"absent"`` and ``"taken"`` are answers; ``"no bucket"`` and ``"refused"`` will not change by repeating;
-            ``"unclear"`` may, and leaves open whether a write happened.
-        said: the service's or network's words, short, on one line.
-        advice: what a person can do.
-        status: HTTP status, or None if there was no reply.
-    """
-
-    kind: Kind
-    said: str
-    advice: str
-    status: int | None
 
 
 def understand(error: Exception) -> Answer:
@@ -60,6 +42,8 @@ def understand(error: Exception) -> Answer:
     if any(name in text for name in _METADATA_SERVICES):
         is_overloaded = status is not None and (status == 429 or status >= 500)
         return Answer("unclear" if is_overloaded else "refused", said, _CREDENTIALS_ADVICE, status)
+    if "RequestTimeTooSkewed" in text:
+        return Answer("refused", said, _CLOCK_ADVICE, status)
     if any(words in text for words in _NO_BUCKET):
         return Answer("no bucket", said, _NO_BUCKET_ADVICE, status)
     if isinstance(error, FileNotFoundError):
@@ -70,7 +54,8 @@ def understand(error: Exception) -> Answer:
         return Answer("taken" if is_decided else "unclear", said, _REPEAT_ADVICE, status)
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError) or status in {401, 403}:
         return Answer("refused", said, _FORBIDDEN_ADVICE, status)
-    if status == 416:
+    # Some services answer with the whole object instead of 416, which obstore notices and words itself.
+    if status == 416 or "Wanted range starting at" in text:
         return Answer("past the end", said, "", status)
     if status in {301, 307} or "AuthorizationHeaderMalformed" in text:
         return Answer("refused", said, _REGION_ADVICE, status)
@@ -90,3 +75,13 @@ def _shorten(text: str) -> str:
     if code:
         words = f"{words}: {code.group(1)}"
     return words if len(words) <= _MOST_WORDS else f"{words[:_MOST_WORDS]}..."
+
+
+def obstore_errors() -> tuple[type[Exception], ...]:
+    """All that obstore raises for a request: its own classes, FileNotFoundError, and what reading a body may add."""
+    from obstore.exceptions import BaseError
+
+    return (BaseError, OSError, ValueError)
+
+
+OBSTORE: Final = Language(obstore_errors, understand)

@@ -193,7 +193,7 @@ def _may_use_http(location: Location, endpoint: str | None, config: ObjectConfig
         raise TorchDeltaError(
             f"{location.url}: expected an endpoint https://host[:port] without credentials", url=location.url
         )
-    if parts.scheme == "https" or _is_loopback(parts.hostname):
+    if parts.scheme == "https" or is_loopback(parts.hostname):
         return parts.scheme == "http"
     variable = _ALLOW_HTTP_VARIABLE[location.scheme]
     if config.allow_http or _is_set(variable):
@@ -206,7 +206,8 @@ def _may_use_http(location: Location, endpoint: str | None, config: ObjectConfig
     )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address means this machine."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -235,3 +236,8 @@ def _aws_credentials(location: Location) -> Any | None:
         return Boto3CredentialProvider()
     except ValueError:  # boto3 found none
         return None
+    except Exception as error:  # botocore's own classes: no such profile, a file it cannot read
+        raise TorchDeltaError(
+            f"{location.url}: boto3 cannot read the credentials: {error}. Check AWS_PROFILE and ~/.aws",
+            url=location.url,
+        ) from error

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from torch_delta.errors import ObjectNotFound
 from torch_delta.store.base import ObjectInfo
 from torch_delta.store.keycheck import range_error, too_long
-from torch_delta.store.object_answers import understand
-from torch_delta.store.object_calls import Call, obstore_errors
+from torch_delta.store.object_answers import obstore_errors, understand
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from obstore import GetResult
 
+    from torch_delta.store.calls import Call
     from torch_delta.store.object_config import Client, ObjectConfig
 
 T = TypeVar("T")

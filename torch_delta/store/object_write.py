@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 from torch_delta.errors import ObjectNotFound, StoreUnavailable
 from torch_delta.store.base import ObjectInfo
-from torch_delta.store.object_answers import Answer, understand
-from torch_delta.store.object_calls import obstore_errors
+from torch_delta.store.calls import Answer
+from torch_delta.store.object_answers import obstore_errors, understand
 from torch_delta.store.object_read import NONCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch_delta.store.object_calls import Call
+    from torch_delta.store.calls import Call
     from torch_delta.store.object_config import Client, ObjectConfig
     from torch_delta.store.object_read import Reader
 

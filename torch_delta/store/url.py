@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SCHEME_WITHOUT_SLASHES = re.compile(r"(?i:file|memory|s3|gs|az|hf):(?!//)")
 _MEMORY_NAME = re.compile(r"[A-Za-z0-9._/-]+")
-_SUPPORTED = "a directory path, file:///absolute/path, memory://name, s3:// gs:// az://bucket/prefix"
+_SUPPORTED = (
+    "a directory path, file:///absolute/path, memory://name, s3:// gs:// az://bucket/prefix, "
+    "hf://buckets/owner/name/prefix"
+)
 
 
 def open_store(url: str | os.PathLike[str]) -> Store:
@@ -26,7 +29,8 @@ def open_store(url: str | os.PathLike[str]) -> Store:
       environment variables are not.
     - ``file:///absolute/path``: percent-encoded as in any URL; nothing is expanded. `store.url` has this form.
     - ``memory://name``: within this process.
-    - ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``: see docs/stores.md.
+    - ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``,
+      ``hf://buckets/owner/name/prefix``: see docs/stores.md.
 
     Args:
         url: one of these. A `pathlib.Path` is a path whatever it looks like, and its ``~`` is expanded as well.
@@ -64,13 +68,9 @@ def open_store(url: str | os.PathLike[str]) -> Store:
 
             return ObjectStore(text)
         case "hf":
-            raise TorchDeltaError(
-                f"{text}: Hub buckets are not in this release. It supports {_SUPPORTED}; "
-                "a bucket that is mounted as a directory works through its path if the mount supports hard links or "
-                "exclusive rename",
-                url=text,
-                scheme=scheme.group(1),
-            )
+            from torch_delta.store.hub import HubStore
+
+            return HubStore(text)
         case other:
             raise TorchDeltaError(f"{text}: unknown scheme {other!r}; supported: {_SUPPORTED}", url=text, scheme=other)
 

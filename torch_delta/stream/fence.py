@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch_delta.errors import Fenced, FormatError, ObjectNotFound
 from torch_delta.format.commit import Commit
+from torch_delta.format.head import Successor
 from torch_delta.format.keys import SUCCESSOR_KEY
+from torch_delta.format.limits import MAX_HINT_BYTES
 from torch_delta.stream.identity import read_json
 
 if TYPE_CHECKING:
@@ -26,11 +28,17 @@ def refuse_if_ended(store: Store, commit: Commit) -> None:
         store.stat(SUCCESSOR_KEY)
     except ObjectNotFound:
         return
+    try:
+        successor = Successor.from_bytes(read_json(store, SUCCESSOR_KEY, MAX_HINT_BYTES))
+        owner = f"stream {successor.successor_id} at {successor.root!r} beside it, forked from {successor.version}"
+    except (FormatError, ObjectNotFound) as error:
+        owner = f"unknown, it cannot be read: {error}"
     raise Fenced(
-        f"{store.url} was ended by {SUCCESSOR_KEY}: version {commit.version} belongs to the stream it names. This "
+        f"{store.url} was ended by {SUCCESSOR_KEY}: version {commit.version} belongs to what goes on ({owner}). This "
         "writer must stop",
         version=commit.version,
-        owner=None,
+        owner=owner,
+        key=SUCCESSOR_KEY,
     )
 
 

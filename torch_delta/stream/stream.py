@@ -158,6 +158,11 @@ class Stream:
             check_parent(commit, parent_sha256)
         return StoredCommit(commit, self._remember(commit, sha256_hex(stored)))
 
+    def adopt(self, version: int, commit_sha256: str) -> None:
+        """Know the commit of a version by its hash alone, from an anchor of it, where retention removed the commit."""
+        with self._lock:
+            self._sha256.setdefault(version, commit_sha256)
+
     def commits(self, first: int, last: int) -> Iterator[StoredCommit]:
         """The commits of versions `first` to `last`, each checked against the one before; errors as in `commit`."""
         for version in range(first, last + 1):

@@ -1,23 +1,45 @@
-"""torch_delta for TRL: not there yet; importing this module does nothing.
+"""torch_delta for TRL: GRPO trainers keep their vLLM servers current through a stream.
 
-What will come is `DeltaSync`. For `AsyncGRPOTrainer`: a callback and a weight transfer that publish before the pause
-and apply inside it. For `GRPOTrainer`: a callback that replaces its full synchronisation.
+    from torch_delta_trl import AsyncGRPOTrainer, DeltaSync
 
-Until then, `torch_delta.attach` in the training process and `torch_delta.Follower` beside the inference servers work
-with any trainer.
+    trainer = AsyncGRPOTrainer(MODEL, ..., delta_sync=DeltaSync("s3://bucket/run-7", base=MODEL))
+    trainer.train()
+
+The two trainers are TRL's own with one argument more. A trainer class of one's own takes `DeltaSyncMixin`; an
+`AsyncGRPOTrainer` that exists already is wired with ``DeltaSync.wire(trainer)``.
+
+Importing this package imports neither TRL nor torch: each name loads what it needs on first use (PEP 562).
 """
 
 from __future__ import annotations
 
-from typing import NoReturn
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_delta_trl.delta_sync import DeltaSync
+    from torch_delta_trl.report import SyncReport
+    from torch_delta_trl.trainers import AsyncGRPOTrainer, DeltaSyncMixin, GRPOTrainer
+
+_HOME = {
+    "AsyncGRPOTrainer": "torch_delta_trl.trainers",
+    "DeltaSync": "torch_delta_trl.delta_sync",
+    "DeltaSyncMixin": "torch_delta_trl.trainers",
+    "GRPOTrainer": "torch_delta_trl.trainers",
+    "SyncReport": "torch_delta_trl.report",
+}
+
+__all__ = ["AsyncGRPOTrainer", "DeltaSync", "DeltaSyncMixin", "GRPOTrainer", "SyncReport"]
 
 
-def __getattr__(name: str) -> NoReturn:
-    """Say that the integration is yet to come, for whichever name somebody expects here."""
-    if name.startswith("__"):
-        raise AttributeError(name)  # what the import system and introspection ask every module for
-    # ImportError, because `from ... import name` replaces the message of an AttributeError by its own.
-    raise ImportError(
-        f"torch_delta_trl.{name}: the TRL integration is not in this release; meanwhile use torch_delta.attach in "
-        "the trainer and torch_delta.Follower beside the inference servers"
-    )
+def __getattr__(name: str) -> object:
+    """Load a public name from the module that owns it."""
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'torch_delta_trl' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    """The public names and whatever is loaded already."""
+    return sorted({*globals(), *__all__})

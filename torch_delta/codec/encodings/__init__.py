@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from torch_delta.codec.encodings.coo import Coo
 from torch_delta.codec.encodings.dense import Dense
+from torch_delta.codec.encodings.packed import Packed
 from torch_delta.codec.encodings.xor import Xor
 
 if TYPE_CHECKING:
@@ -15,5 +16,5 @@ if TYPE_CHECKING:
 
 __all__ = ["REGISTRY"]
 
-REGISTRY: Final[Mapping[str, Encoding]] = {entry.name: entry for entry in (Coo(), Xor(), Dense())}
+REGISTRY: Final[Mapping[str, Encoding]] = {entry.name: entry for entry in (Coo(), Packed(), Xor(), Dense())}
 """By name, in the order in which frames are laid out in a part."""

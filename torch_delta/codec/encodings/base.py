@@ -39,9 +39,8 @@ class Packed:
 class Encoding(Protocol):
     """One entry of the registry. Stateless; every method may be called from any thread.
 
-    All three encodings of format 1.0 work from a `Change` alone. One that needs more of the old region than the
-    changed elements (`packed`: old exponents of the neighbours) reduces change and region to compact streams while the
-    region is at hand, inside the optimizer step, and `pack` finishes those in the background.
+    `packed` needs more of the old region than the changed elements, namely which exponents lie between them. Whoever
+    collects changes reduces them while the region is at hand (`packed.reduced`); `pack` finishes in the background.
     """
 
     name: str
@@ -54,6 +53,15 @@ class Encoding(Protocol):
 
         Returns:
             None if the encoding cannot carry the change.
+        """
+        ...
+
+    def estimated_bytes(self, change: Change, *, level: int) -> int | None:
+        """What a compressed encoding would take, from a sample; None where it is not worth a try, or cannot be told.
+
+        Args:
+            change: to be carried.
+            level: of zstd.
         """
         ...
 

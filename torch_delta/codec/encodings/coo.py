@@ -33,6 +33,10 @@ class Coo:
         """Exact."""
         return change.count * (_INDEX_DTYPES[coo_index_name(change.box.numel)].itemsize + change.new.itemsize)
 
+    def estimated_bytes(self, change: Change, *, level: int) -> int | None:  # noqa: ARG002  part of the interface
+        """Never needed: its size is known."""
+        return None
+
     def pack(self, schema: Schema, changes: Sequence[Change], *, level: int) -> Packed:  # noqa: ARG002
         """Views of the changes' own arrays where a frame has one slice; one copy otherwise."""
         pieces: dict[str, list[memoryview]] = {}

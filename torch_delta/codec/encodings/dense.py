@@ -28,6 +28,10 @@ class Dense:
         """Exact; None without the bits of the whole box."""
         return None if change.whole is None else change.whole.nbytes
 
+    def estimated_bytes(self, change: Change, *, level: int) -> int | None:  # noqa: ARG002  part of the interface
+        """Never needed: its size is known."""
+        return None
+
     def pack(self, schema: Schema, changes: Sequence[Change], *, level: int) -> Packed:  # noqa: ARG002
         """Views of the changes' own arrays where a frame has one slice; one copy otherwise."""
         pieces: dict[str, list[memoryview]] = {}

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _WINDOW_BYTES = 8 << 20  # of xor bytes in memory at once, both ways; at least one element
 _STRETCH_BYTES = 256 << 10
+_SAMPLE_BYTES = 256 << 10
 _ZSTD_BLOCK_BYTES = 128 << 10
 _ZSTD_FEWEST_BLOCK_BYTES = 4  # a block of one repeated byte
 
@@ -54,6 +55,17 @@ class Xor:
         if change.old is None:
             return None
         return change.box.numel * change.new.itemsize // _ZSTD_BLOCK_BYTES * _ZSTD_FEWEST_BLOCK_BYTES
+
+    def estimated_bytes(self, change: Change, *, level: int) -> int | None:
+        """From the xor bytes of the first `_SAMPLE_BYTES` of a box of which a quarter or more changed."""
+        numel = change.box.numel
+        if change.old is None or 4 * change.count < numel:
+            return None
+        num_sampled = min(numel, _SAMPLE_BYTES // change.new.itemsize)
+        end = int(np.searchsorted(change.positions(), num_sampled))
+        sample = np.zeros(num_sampled, change.new.dtype)
+        sample[change.positions()[:end]] = change.old[:end] ^ change.new[:end]
+        return len(compressor(level).compress(sample)) * numel // num_sampled
 
     def pack(self, schema: Schema, changes: Sequence[Change], *, level: int) -> Packed:
         """Compress window by window: memory is one window and the compressed bytes."""

@@ -1,12 +1,15 @@
-"""One operation of an object store: attempts with backoff up to a deadline, and the errors it ends in."""
+"""One operation of a remote store: attempts with backoff up to a deadline, and the errors it ends in.
+
+The backends differ in what their clients raise; each brings a function that turns an error into an `Answer`.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from torch_delta.errors import ObjectExists, ObjectNotFound, StoreUnavailable
-from torch_delta.store.object_answers import Answer, understand
 from torch_delta.store.waiting import Backoff
 
 if TYPE_CHECKING:
@@ -14,15 +17,47 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
+Kind = Literal["absent", "taken", "no bucket", "past the end", "refused", "unclear"]
 
-# All that obstore raises for a request: its own classes, FileNotFoundError, and what reading a body may add.
-OBSTORE_ERRORS: tuple[type[Exception], ...] = (OSError, ValueError)
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an error of one request says.
+
+    Attributes:
+        kind: ``"absent"`` and ``"taken"`` are answers; ``"no bucket"`` and ``"refused"`` will not change by repeating;
+            ``"unclear"`` may, and leaves open whether a write happened.
+        said: the service's or network's words, short, on one line.
+        advice: what a person can do.
+        status: HTTP status, or None if there was no reply.
+        after_s: the service asked not to be asked again for so long, seconds.
+    """
+
+    kind: Kind
+    said: str
+    advice: str
+    status: int | None
+    after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """How a client says that something went wrong.
+
+    Attributes:
+        errors: all that a request may raise. A function, because clients are imported on first use only.
+        understand: what one of them means.
+    """
+
+    errors: Callable[[], tuple[type[Exception], ...]]
+    understand: Callable[[Exception], Answer]
 
 
 class Call:
     """One operation: counts its attempts, waits between them, and words its errors.
 
     Args:
+        language: of the client.
         url: of the store; the peer in every error.
         operation: the store's method; the phase in every error.
         key: of the object, or the prefix of a listing.
@@ -32,12 +67,21 @@ class Call:
     """
 
     def __init__(
-        self, url: str, operation: str, key: str, *, timeout_s: float, stop: threading.Event, unclear: str = "absent"
+        self,
+        language: Language,
+        url: str,
+        operation: str,
+        key: str,
+        *,
+        timeout_s: float,
+        stop: threading.Event,
+        unclear: str = "absent",
     ) -> None:
         self.url = url
         self.operation = operation
         self.key = key
         self.outcome = unclear
+        self._language = language
         self._timeout_s = timeout_s
         self._deadline_s = time.monotonic() + timeout_s
         self._stop = stop
@@ -47,7 +91,13 @@ class Call:
     def again(self) -> Call:
         """The same operation with its time starting afresh: for a chunk that waited for its turn."""
         return Call(
-            self.url, self.operation, self.key, timeout_s=self._timeout_s, stop=self._stop, unclear=self.outcome
+            self._language,
+            self.url,
+            self.operation,
+            self.key,
+            timeout_s=self._timeout_s,
+            stop=self._stop,
+            unclear=self.outcome,
         )
 
     def start_attempt(self) -> None:
@@ -60,14 +110,15 @@ class Call:
             raise self.closed()
         self._num_attempts += 1
 
-    def wait(self, error: Exception, answer: Answer) -> None:
+    def wait(self, error: Exception | None, answer: Answer) -> None:
         """Wait for the next attempt.
 
         Raises:
             StoreUnavailable: time is up or the store closes; chained from `error`.
         """
         left_s = self._deadline_s - time.monotonic()
-        if left_s <= 0 or self._stop.wait(min(next(self._waits_s), left_s)):
+        wait_s = max(next(self._waits_s), answer.after_s)
+        if left_s <= 0 or self._stop.wait(min(wait_s, left_s)):
             raise self.unavailable(answer) from error
 
     def repeat(self, attempt: Callable[[], T]) -> T:
@@ -81,8 +132,8 @@ class Call:
             self.start_attempt()
             try:
                 return attempt()
-            except obstore_errors() as error:
-                answer = understand(error)
+            except self._language.errors() as error:
+                answer = self._language.understand(error)
                 if answer.kind == "absent":
                     raise self.not_found() from error
                 if answer.kind != "unclear":
@@ -127,10 +178,3 @@ class Call:
             timeout_s=self._timeout_s,
             status=answer.status,
         )
-
-
-def obstore_errors() -> tuple[type[Exception], ...]:
-    """What a request may raise. A function, because obstore is imported on first use only."""
-    from obstore.exceptions import BaseError
-
-    return (BaseError, *OBSTORE_ERRORS)

@@ -1,0 +1,610 @@
+"""The state machine of one rank, without vLLM: a real stream, a real working copy, a toy model."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from tests.vllm.stand_ins import Toy, write_toy_checkpoint
+from tests.vllm.tiny import Versions, read_checkpoint
+from torch_delta import crashpoints
+from torch_delta.store import Backoff, poll
+from torch_delta.vllm.config import Operator
+from torch_delta.vllm.ranks import Solo
+from torch_delta.vllm.replica import Replica
+from torch_delta.vllm.routing import check_summaries
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+TIMEOUT_S = 30.0
+QUICK = Backoff(first_s=0.002, most_s=0.02)
+
+
+class Rig:
+    """One replica on a stream of its own; `update` and `prepare` are what a server's callers do."""
+
+    def __init__(self, tmp_path: Path, base: Path, versions: Versions, *, environment: dict[str, str] | None = None):
+        self.base, self.versions = base, versions
+        self.root = tmp_path / "root"
+        env = {
+            "TORCH_DELTA_CHECKPOINT_ROOT": str(self.root),
+            "TORCH_DELTA_ALLOWED_PATHS": str(tmp_path),
+        } | (environment or {})
+        self.operator = Operator.from_environment(env)
+        self.replicas: list[Replica] = []
+
+    def start(self, folder: Path | None = None, **toy: Any) -> tuple[Replica, Toy]:
+        served = self.base if folder is None else folder
+        model = Toy(served, **toy)
+        replica = Replica(Solo(), model, str(served), check_summaries, operator=self.operator)
+        self.replicas.append(replica)
+        return replica, model
+
+    def attached(self, replica: Replica, **request: Any) -> dict[str, Any]:
+        replica.init({"stream": self.versions.url, "timeout_s": TIMEOUT_S} | request)
+        assert replica.outcome()["ok"], replica.outcome()
+        return settled(replica, lambda status: status["attached"])
+
+    def prepared(self, replica: Replica, version: int | None = None) -> dict[str, Any]:
+        assert replica.prepare({"version": version})["accepted"]
+        wanted = self.versions.version if version is None else version
+        return settled(replica, lambda status: status["prepared"] is not None and status["prepared"] >= wanted)
+
+    def same(self, model: Toy, version: int) -> bool:
+        wanted = self.versions.bits(version)
+        return all(np.array_equal(model.values[name], bits) for name, bits in wanted.items())
+
+    def close(self) -> None:
+        for replica in self.replicas:
+            replica.close()
+
+
+def settled(replica: Replica, done: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """The status once `done`, or once something failed."""
+
+    def look() -> dict[str, Any] | None:
+        status = replica.status()
+        failed = status["error"] is not None and status["error"]["phase"] != "apply"
+        return status if status["preparing"] is None and (failed or done(status)) else None
+
+    found = poll(look, phase="settle", peer="the replica", timeout_s=TIMEOUT_S, backoff=QUICK)
+    assert found is not None
+    return found
+
+
+def update(replica: Replica, version: int, **request: Any) -> dict[str, Any] | None:
+    """One session; the error of the update, if any."""
+    replica.start()
+    assert replica.outcome()["ok"]
+    replica.update({"version": version} | request)
+    error = replica.outcome()["error"]
+    replica.finish()
+    assert replica.outcome()["ok"] == (error is None)
+    assert not replica.outcome()["session"]
+    return error
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write_toy_checkpoint(tmp_path / "base")
+
+
+@pytest.fixture
+def rig(tmp_path: Path, base: Path) -> Iterator[Rig]:
+    with Versions(base, tmp_path / "stream") as versions:
+        rig = Rig(tmp_path, base, versions)
+        try:
+            yield rig
+        finally:
+            rig.close()
+
+
+# -- the ordinary way --------------------------------------------------------------------------------------------------
+
+
+def test_versions_are_applied_by_index_writes_and_reported_once_they_are(rig: Rig) -> None:
+    replica, model = rig.start()
+    assert replica.status()["state"] == "new"
+    assert not replica.status()["ready"]
+    status = rig.attached(replica)
+    assert (status["version"], status["ready"], status["state"]) == (0, True, "serving")
+    assert status["routes"] == {"num_routed": 5, "reload": {}}
+    assert status["verified_full"]["ok"]
+    rig.versions.sparse(1)
+    status = rig.prepared(replica)
+    assert (status["version"], status["prepared"], status["plan"]) == (0, 1, "patch")
+    assert rig.same(model, 0), "nothing is written before the update"
+    assert update(replica, 1) is None
+    assert rig.same(model, 1)
+    assert "reload" not in model.events
+    status = replica.status()
+    assert (status["version"], status["ready"], status["plan"]) == (1, True, None)
+    assert status["last_apply"]["kind"] == "patch"
+    assert status["last_apply"]["num_changed"] > 0
+
+
+def test_several_pending_versions_become_one_update(rig: Rig) -> None:
+    replica, model = rig.start()
+    rig.attached(replica)
+    rig.versions.sparse(1)
+    rig.versions.dense(2, names=["layers.0.scale"])
+    rig.versions.special(3)  # NaNs, both zeros
+    status = rig.prepared(replica, 3)
+    assert status["last_prepare"]["num_versions"] == 3
+    assert update(replica, 3) is None
+    assert rig.same(model, 3)
+    assert model.events.count("write") == 1
+
+
+def test_an_empty_version_is_a_version(rig: Rig) -> None:
+    replica, model = rig.start()
+    rig.attached(replica)
+    rig.versions.nothing()
+    rig.prepared(replica)
+    assert update(replica, 1) is None
+    assert replica.status()["version"] == 1
+    assert rig.same(model, 0)
+
+
+def test_the_version_it_has_already_is_no_work(rig: Rig) -> None:
+    replica, model = rig.start()
+    rig.attached(replica)
+    assert update(replica, 0) is None
+    assert replica.status()["last_apply"]["kind"] == "none"
+    assert "write" not in model.events
+
+
+def test_an_engine_that_follows_prepares_by_itself(rig: Rig) -> None:
+    replica, model = rig.start()
+    rig.attached(replica, auto_follow=True)
+    rig.versions.sparse(1)
+    settled(replica, lambda status: status["prepared"] == 1)
+    rig.versions.sparse(2)
+    settled(replica, lambda status: status["prepared"] == 2)
+    assert rig.same(model, 0)
+    assert update(replica, 1) is None, "an older preparation stays usable"
+    assert rig.same(model, 1)
+
+
+def test_the_operator_may_name_the_stream(tmp_path: Path, base: Path) -> None:
+    with Versions(base, tmp_path / "stream") as versions:
+        rig = Rig(tmp_path, base, versions, environment={"TORCH_DELTA_STREAM": versions.url})
+        replica, _ = rig.start()
+        try:
+            assert settled(replica, lambda status: status["attached"])["version"] == 0
+        finally:
+            rig.close()
+
+
+def test_two_engines_of_a_host_fetch_once(rig: Rig) -> None:
+    one, _ = rig.start()
+    two, model = rig.start()
+    rig.attached(one)
+    rig.attached(two)
+    rig.versions.sparse(1)
+    rig.versions.sparse(2)
+    first, second = rig.prepared(one), rig.prepared(two)
+    assert first["last_prepare"]["stored_bytes"] > 0
+    assert second["last_prepare"]["stored_bytes"] == 0
+    assert update(two, 2) is None
+    assert rig.same(model, 2)
+    assert one.status()["version"] == 0
+
+
+# -- reload ------------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_without_a_route_are_loaded_again_with_their_layer(rig: Rig) -> None:
+    replica, model = rig.start(unroutable={"layers.1.scale": "composed by its loader"})
+    status = rig.attached(replica)
+    assert status["routes"] == {"num_routed": 4, "reload": {"layers.1.scale": "composed by its loader"}}
+    rig.versions.sparse(1)
+    assert rig.prepared(replica)["plan"] == "mixed"
+    assert update(replica, 1) is None
+    assert rig.same(model, 1)
+    assert replica.status()["last_apply"]["kind"] == "mixed"
+    rig.versions.sparse(2, names=["embed.weight"])
+    assert rig.prepared(replica)["plan"] == "patch"
+
+
+def test_a_mixed_update_reloads_everything_where_the_copy_has_moved_on(rig: Rig) -> None:
+    replica, model = rig.start(unroutable={"layers.1.scale": "composed by its loader"})
+    other, _ = rig.start()
+    rig.attached(replica)
+    rig.attached(other)
+    rig.versions.sparse(1)
+    rig.prepared(replica, 1)
+    rig.versions.sparse(2)
+    rig.prepared(other, 2)
+    assert update(replica, 1) is None
+    assert replica.status()["version"] == 2, "the version of what was loaded, and no other"
+    assert rig.same(model, 2)
+
+
+def test_reload_can_be_asked_for(rig: Rig) -> None:
+    replica, model = rig.start()
+    rig.attached(replica)
+    rig.versions.sparse(1)
+    rig.prepared(replica)
+    assert update(replica, 1, mode="reload") is None
+    assert rig.same(model, 1)
+    assert model.events.count("reload") == 1
+    assert "write" not in model.events
+
+
+def test_an_engine_that_only_reloads_needs_no_routes(rig: Rig) -> None:
+    replica, model = rig.start()
+    status = rig.attached(replica, mode="reload")
+    assert (status["version"], status["routes"]["num_routed"]) == (0, 0)
+    rig.versions.sparse(1)
+    assert rig.prepared(replica)["plan"] == "reload"
+    assert update(replica, 1) is None
+    assert rig.same(model, 1)
+    assert "probe" not in model.events
+
+
+def test_a_late_joiner_reloads_once_and_then_patches(rig: Rig) -> None:
+    """F99: it is not ready before."""
+    early, _ = rig.start()
+    rig.attached(early)
+    rig.versions.sparse(1)
+    rig.prepared(early)
+    assert update(early, 1) is None
+    late, model = rig.start()
+    status = rig.attached(late)
+    assert (status["version"], status["ready"]) == (None, False)
+    assert "reloads all weights" in status["needs_reload"]
+    assert rig.prepared(late, 1)["plan"] == "reload"
+    assert update(late, 1) is None
+    assert rig.same(model, 1)
+    assert late.status()["ready"]
+    rig.versions.sparse(2)
+    assert rig.prepared(late, 2)["plan"] == "patch"
+    assert update(late, 2) is None
+    assert rig.same(model, 2)
+
+
+def test_a_server_that_starts_from_a_pulled_version_is_at_it(rig: Rig, tmp_path: Path) -> None:
+    early, _ = rig.start()
+    rig.attached(early)
+    rig.versions.sparse(1)
+    rig.prepared(early)
+    late, _ = rig.start(rig.versions.write(1, tmp_path / "pulled"))
+    assert rig.attached(late, base=str(rig.base))["version"] == 1
+
+
+def test_weights_that_the_backend_changes_take_the_reload_path(rig: Rig) -> None:
+    replica, model = rig.start()
+    model.values["layers.0.scale"] ^= 1  # repacked after loading
+    status = rig.attached(replica)
+    assert (status["version"], status["ready"]) == (0, True)
+    assert list(status["routes"]["reload"]) == ["layers.0.scale"]
+
+
+def test_made_up_weights_are_never_taken_for_the_base(rig: Rig) -> None:
+    """F74: the served files are right, but vLLM did not read them."""
+    replica, model = rig.start()
+    model.loaded_served_files = False
+    model.values["layers.0.scale"] ^= 1
+    status = rig.attached(replica)
+    assert (status["version"], status["ready"]) == (None, False)
+    rig.prepared(replica, 0)
+    assert update(replica, 0) is None
+    assert rig.same(model, 0)
+    assert replica.status()["ready"]
+
+
+def test_lost_weights_are_reloaded_and_nothing_is_ready_before(rig: Rig) -> None:
+    """F120."""
+    replica, model = rig.start()
+    rig.attached(replica)
+    rig.versions.sparse(1)
+    rig.prepared(replica)
+    replica.sleeps()
+    replica.weights_lost("the engine slept at level 2, which drops the weights")
+    for name in model.values:
+        model.values[name][:] = 0
+    status = replica.status()
+    assert (status["state"], status["version"], status["ready"]) == ("lost", None, False)
+    assert "sleeps" in str(update(replica, 1))
+    assert rig.prepared(replica)["plan"] == "reload"
+    replica.wakes()
+    assert not replica.status()["ready"]
+    assert update(replica, 1) is None
+    assert rig.same(model, 1)
+    assert replica.status()["ready"]
+
+
+def test_sleep_at_level_one_keeps_the_version_and_forgets_the_plans(rig: Rig) -> None:
+    replica, model = rig.start()
+    rig.attached(replica)
+    rig.versions.sparse(1)
+    rig.prepared(replica)
+    replica.sleeps()
+    assert not replica.status()["ready"]
+    assert update(replica, 1) is not None
+    replica.wakes()
+    assert replica.status()["ready"]
+    rig.prepared(replica)
+    assert update(replica, 1) is None
+    assert rig.same(model, 1)
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_after_the_write_is_undone(rig: Rig) -> None:
+    replica, model = rig.start()
+    rig.attached(replica)
+    rig.versions.sparse(1)
+    rig.prepared(replica)
+    with crashpoints.armed("vllm.written", fail):
+        error = update(replica, 1)
+    assert error is not None
+    assert error["type"] == "ApplyFailed"
+    assert error["facts"]["undone"] is True
+    assert rig.same(model, 0)
+    status = replica.status()
+    assert (status["version"], status["ready"], status["error"]["phase"]) == (0, True, "apply")
+    assert update(replica, 1) is None, "the same preparation holds"
+    assert rig.same(model, 1)
+    assert replica.status()["error"] is None
+
+
+def test_what_cannot_be_undone_makes_the_engine_dirty_until_a_reload(rig: Rig) -> None:
+    """F07."""
+    replica, model = rig.start()
+    rig.attached(replica)
+    rig.versions.sparse(1)
+    rig.prepared(replica)
+    model.faults["rollback"] = OSError("bad memory")
+    with crashpoints.armed("vllm.written", fail):
+        error = update(replica, 1)
+    assert error is not None
+    assert error["facts"]["undone"] is False
+    status = replica.status()
+    assert (status["state"], status["version"], status["ready"]) == ("dirty", None, False)
+    assert rig.prepared(replica, 1)["plan"] == "reload"
+    assert update(replica, 1) is None
+    assert rig.same(model, 1)
+    assert replica.status()["ready"]
+
+
+def test_a_reload_that_fails_half_way_makes_the_engine_dirty(rig: Rig) -> None:
+    replica, model = rig.start()
+    rig.attached(replica)
+    rig.versions.sparse(1)
+    rig.prepared(replica)
+    model.faults["reload a tensor"] = RuntimeError("loader")
+    error = update(replica, 1, mode="reload")
+    assert error is not None
+    assert "loader" in error["message"]
+    assert replica.status()["state"] == "dirty"
+    assert update(replica, 1) is None
+    assert rig.same(model, 1)
+
+
+def test_a_reload_that_loads_other_bits_is_found(rig: Rig) -> None:
+    """F70."""
+    replica, model = rig.start()
+    rig.attached(replica)
+    rig.versions.sparse(1)
+    rig.prepared(replica)
+    keep = model.keep
+    model.keep = lambda name, full: keep(name, full ^ (1 if name == "layers.1.scale" else 0))  # type: ignore[method-assign]
+    error = update(replica, 1, mode="reload")
+    assert error is not None
+    assert "layers.1.scale" in error["message"]
+    assert replica.status()["state"] == "dirty"
+
+
+def test_weights_that_something_else_changed_are_noticed_before_they_are_written(rig: Rig) -> None:
+    replica, model = rig.start()
+    rig.attached(replica)
+    model.values["embed.weight"][0, 0] ^= 1  # the first element, which every sparse version sets
+    rig.versions.sparse(1)
+    assert rig.prepared(replica)["plan"] == "reload"
+    assert replica.status()["state"] == "dirty"
+    assert "write" not in model.events
+    assert update(replica, 1) is None
+    assert rig.same(model, 1)
+
+
+def test_verify_digests_all_live_weights(rig: Rig) -> None:
+    replica, model = rig.start()
+    rig.attached(replica)
+    rig.versions.sparse(1)
+    rig.prepared(replica)
+    assert update(replica, 1) is None
+    assert replica.verify()["accepted"]
+    status = settled(replica, lambda status: not status["verifying"])
+    assert (status["verified_full"]["version"], status["verified_full"]["ok"]) == (1, True)
+    model.values["layers.0.proj.weight"][3, 3] ^= 4
+    replica.verify()
+    status = settled(replica, lambda status: status["error"])
+    assert status["verified_full"]["wrong"] == ["layers.0.proj.weight"]
+    assert (status["state"], status["ready"], status["error"]["phase"]) == ("dirty", False, "verify")
+
+
+def test_an_update_between_plan_and_offer_is_noticed(rig: Rig) -> None:
+    replica, model = rig.start()
+    rig.attached(replica)
+    rig.versions.sparse(1)
+    rig.versions.sparse(2)
+    rig.prepared(replica, 1)
+    reached, go = threading.Event(), threading.Event()
+    model.gates["plan"] = (reached, go)
+    replica.prepare({"version": 2})
+    assert reached.wait(TIMEOUT_S)
+    assert replica.status()["preparing"]["phase"] == "plan"
+    assert update(replica, 1) is None, "an update does not wait for a preparation"
+    go.set()
+    status = settled(replica, lambda status: status["prepared"] == 2)
+    assert status["error"] is not None
+    assert update(replica, 2) is not None
+    rig.prepared(replica, 2)
+    assert update(replica, 2) is None
+    assert rig.same(model, 2)
+
+
+def test_the_cache_that_could_not_be_dropped_is_said(rig: Rig) -> None:
+    """F109."""
+    replica, _ = rig.start()
+    rig.attached(replica)
+    assert update(replica, 0) is None
+    replica.stale_cache("the reset was refused")
+    assert not replica.status()["ready"]
+    assert update(replica, 0) is None
+    assert replica.status()["ready"]
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def test_update_before_init_says_what_to_do(rig: Rig) -> None:
+    replica, model = rig.start()
+    error = update(replica, 1)
+    assert error is not None
+    assert error["type"] == "RequestRefused"
+    assert "init_info" in error["message"]
+    assert replica.prepare({"version": 1})["accepted"] is False
+    assert replica.verify()["accepted"] is False
+    assert model.events == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [({"version": 1, "verison": 2}, "verison.*known: version, mode"), ({}, "version"), ({"version": "1"}, "version")],
+)
+def test_update_info_that_makes_no_sense(rig: Rig, request_: dict[str, Any], says: str) -> None:
+    import re
+
+    replica, _ = rig.start()
+    rig.attached(replica)
+    replica.start()
+    replica.update(request_)
+    error = replica.outcome()["error"]
+    assert error is not None
+    assert re.search(says, error["message"])
+    replica.finish()
+    assert replica.status()["ready"]
+
+
+def test_an_older_version_is_refused(rig: Rig) -> None:
+    replica, model = rig.start()
+    rig.attached(replica)
+    rig.versions.sparse(1)
+    rig.prepared(replica)
+    assert update(replica, 1) is None
+    error = update(replica, 0)
+    assert error is not None
+    assert error["type"] == "ChainError"
+    assert "not taken back" in error["message"]
+    assert rig.same(model, 1)
+
+
+def test_a_version_that_nobody_prepared_is_refused(rig: Rig) -> None:
+    replica, _ = rig.start()
+    rig.attached(replica)
+    rig.versions.sparse(1)
+    error = update(replica, 1)
+    assert error is not None
+    assert "prepare it first" in error["message"]
+    error = update(replica, 1, mode="reload")
+    assert error is not None
+    assert "prepare version 1 first" in error["message"]
+
+
+def test_a_version_that_never_comes_runs_into_its_deadline(rig: Rig) -> None:
+    replica, _ = rig.start()
+    rig.attached(replica)
+    replica.prepare({"version": 7, "timeout_s": 0.3})
+    status = settled(replica, lambda _: False)
+    assert (status["error"]["type"], status["error"]["phase"]) == ("DeadlineExceeded", "prepare")
+    assert status["ready"]
+    rig.versions.sparse(1)
+    assert rig.prepared(replica)["error"] is None
+
+
+def test_a_damaged_part_leaves_the_engine_as_it_was(rig: Rig, tmp_path: Path) -> None:
+    replica, model = rig.start()
+    rig.attached(replica)
+    rig.versions.sparse(1)
+    (part,) = (tmp_path / "stream" / "parts").rglob("*.safetensors")
+    part.chmod(0o644)
+    bits = bytearray(part.read_bytes())
+    bits[-3] ^= 1
+    part.write_bytes(bits)
+    replica.prepare({"version": 1})
+    status = settled(replica, lambda status: status["prepared"] == 1)
+    assert status["error"] is not None
+    assert (status["version"], status["ready"]) == (0, True)
+    error = update(replica, 1)
+    assert error is not None
+    assert status["error"]["message"] in error["message"], "why it is not prepared"
+    assert rig.same(model, 0)
+
+
+def test_a_stream_that_is_not_there(rig: Rig, tmp_path: Path) -> None:
+    replica, _ = rig.start()
+    replica.init({"stream": str(tmp_path / "nothing")})
+    status = settled(replica, lambda _: False)
+    assert (status["state"], status["error"]["type"]) == ("failed", "ObjectNotFound")
+    assert "nothing" in str(update(replica, 1))
+    assert rig.attached(replica)["ready"], "another init is the way out"
+
+
+def test_a_stream_of_another_model(rig: Rig, tmp_path: Path) -> None:
+    """F11, F59: other shapes."""
+    other = tmp_path / "other"
+    state, dtypes = read_checkpoint(rig.base)
+    from tests.vllm.tiny import write_weights
+
+    other.mkdir()
+    write_weights(other, state | {"layers.0.scale": np.zeros(9, np.uint16)}, dtypes)
+    with Versions(other, tmp_path / "other stream") as versions:
+        replica, _ = rig.start()
+        replica.init({"stream": versions.url})
+        status = settled(replica, lambda _: False)
+    assert status["error"]["type"] == "BaseMismatch"
+    assert "layers.0.scale" in status["error"]["message"]
+
+
+def test_a_server_with_other_weights_is_refused_unless_it_shall_reload(rig: Rig, tmp_path: Path) -> None:
+    """The host has the right copy already, so that only the live weights tell."""
+    right, _ = rig.start()
+    rig.attached(right)
+    wrong, model = rig.start(write_toy_checkpoint(tmp_path / "wrong", seed=1))
+    wrong.init({"stream": rig.versions.url, "base": str(rig.base)})
+    status = settled(wrong, lambda _: False)
+    assert (status["attached"], status["error"]["type"]) == (False, "BaseMismatch")
+    assert 'mode "reload"' in status["error"]["message"]
+    status = rig.attached(wrong, base=str(rig.base), mode="reload")
+    assert (status["version"], status["ready"]) == (None, False)
+    rig.prepared(wrong, 0)
+    assert update(wrong, 0) is None
+    assert rig.same(model, 0)
+    assert wrong.status()["ready"]
+
+
+def test_init_again_starts_over_and_shutdown_lets_go(rig: Rig) -> None:
+    replica, _ = rig.start()
+    first = rig.attached(replica)
+    assert rig.attached(replica)["last_attach"] == first["last_attach"], "the same request is no work"
+    rig.attached(replica, timeout_s=TIMEOUT_S + 1)
+    replica.start()
+    replica.init({"stream": rig.versions.url})
+    assert "in progress" in replica.outcome()["error"]["message"]
+    replica.finish()
+    replica.close()
+    assert replica.status()["state"] == "new"
+    assert rig.attached(replica)["ready"], "vLLM may shut a trainer's connection down and get a new one"
+
+
+def fail() -> None:
+    raise RuntimeError("in the middle")

@@ -1,0 +1,47 @@
+"""benchmarks/pause.py still runs and measures what it says, at a size that proves nothing about speed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "pause.py"
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+def run(tmp_path: Path, *arguments: str) -> tuple[dict, str]:
+    result = tmp_path / "result.json"
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), "--small", "--repeats", "2", *arguments]
+    done = subprocess.run(
+        [*command, "--work", str(tmp_path), "--json", str(result)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads(result.read_text(encoding="utf-8")), done.stdout
+
+
+def test_all_three_ways_are_timed_on_one_model(tmp_path: Path) -> None:
+    result, shown = run(tmp_path, "--fractions", "0.01", "0.05")
+    assert [row["fraction"] for row in result["comparison"]] == [0.01, 0.05]
+    for row in result["comparison"]:
+        assert row["changed"] == pytest.approx(row["fraction"] * result["num_parameters"], rel=0.2)
+        assert set(row["pause_s"]) == {"torch_delta", "vLLM patch loader", "layerwise reload"}
+        assert all(len(samples) == 2 and min(samples) > 0 for samples in row["pause_s"].values())
+    assert "| 5.0% |" in shown
+
+
+def test_our_pause_is_timed_over_sizes(tmp_path: Path) -> None:
+    result, shown = run(tmp_path, "--sizes", "0.1B", "0.5B")
+    small, large = result["sizes"]
+    assert large["num_parameters"] > 2 * small["num_parameters"]
+    assert large["changed"] == pytest.approx(small["changed"], rel=0.2)
+    assert min(small["pause_s"] + large["pause_s"]) > 0
+    assert "| pause ms |" in shown

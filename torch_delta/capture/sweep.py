@@ -1,0 +1,114 @@
+"""Compare weights with a copy of them, take what differs, and move the copy along: one reading of both.
+
+On the host compiled kernels do it (`kernels.py`), over pieces of `PIECE` elements on several threads; without numba,
+and on a device, the plain path of `arrays` does the same in three passes. All give the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from torch_delta.capture import arrays
+from torch_delta.capture.crew import share
+from torch_delta.capture.kernels import BLOCK, SWEEP, SWEEP_MASTERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch_delta.capture.source import Bits
+
+PIECE: Final = 1 << 20
+"""Elements one thread sweeps at a time. While it does, room for their positions, old and new bits is reserved
+(4 + 2 * itemsize bytes per element), of which only what is filled becomes memory."""
+
+Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Positions that differ (as `arrays.compare` gives them), bits before, bits now; in memory of their own."""
+
+
+def sweep(before: torch.Tensor, now: torch.Tensor) -> Found:
+    """What differs between two arrays of bits; `before` becomes `now`.
+
+    Args:
+        before: bits [n], written.
+        now: bits [n] of the same dtype, on any device.
+    """
+    if before.device.type != "cpu":
+        return _plainly(before, now.to(before.device))
+    kernel = SWEEP[before.element_size()].get(before.numel())
+    if kernel is None:
+        return _plainly(before, now.cpu())
+    new = arrays.host(now)
+
+    def piece(part: slice, was: Bits, index: Any, old: Bits, found: Bits) -> int:
+        here = new[part]
+        count: int = kernel(here, _words(here), was, _words(was), np.empty(BLOCK, np.int32), index, old, found)
+        return count
+
+    return _in_pieces(before, piece)
+
+
+def sweep_masters(before: torch.Tensor, masters: torch.Tensor) -> Found | None:
+    """The same for fp32 weights served in bf16, without the cast in between; None where there is no such pass.
+
+    Args:
+        before: bf16 bits [n], written.
+        masters: fp32 weights [n].
+    """
+    nan_bits = arrays.nan_bits()
+    if before.device.type != "cpu" or masters.device.type != "cpu" or nan_bits is None:
+        return None
+    kernel = SWEEP_MASTERS.get(before.numel())
+    if kernel is None:
+        found = arrays.compare_masters(before, masters)
+        return None if found is None else _moved(before, *found)
+    wide = arrays.host(masters.view(torch.int32))
+
+    def piece(part: slice, was: Bits, index: Any, old: Bits, found: Bits) -> int:
+        rounded = np.empty(BLOCK, np.uint16)
+        scratch = (rounded, rounded.view(np.uint64))
+        hit = np.empty(BLOCK, np.int32)
+        count: int = kernel(wide[part], nan_bits, *scratch, was, _words(was), hit, index, old, found)
+        return count
+
+    return _in_pieces(before, piece)
+
+
+def _plainly(before: torch.Tensor, now: torch.Tensor) -> Found:
+    return _moved(before, *arrays.compare(before, now))
+
+
+def _moved(before: torch.Tensor, index: torch.Tensor, new: torch.Tensor) -> Found:
+    old = arrays.take(before, index)
+    arrays.put(before, index, new)
+    return index, old, new
+
+
+def _in_pieces(before: torch.Tensor, work: Callable[[slice, Bits, Any, Bits, Bits], int]) -> Found:
+    if not before.numel():
+        nothing = before[:0].clone()
+        return torch.empty(0, dtype=torch.int32), nothing, nothing
+    bits = arrays.host(before)
+    kind: Any = np.int32 if arrays.index_dtype(bits.size) == torch.int32 else np.int64
+
+    def run(start: int) -> tuple[Any, Bits, Bits]:
+        part = slice(start, min(start + PIECE, bits.size))
+        size = part.stop - start
+        index, old, new = np.empty(size, np.int32), np.empty(size, bits.dtype), np.empty(size, bits.dtype)
+        count = work(part, bits[part], index, old, new)
+        positions = index[:count].astype(kind)
+        positions += kind(start)
+        return positions, old[:count].copy(), new[:count].copy()
+
+    parts = share(run, range(0, bits.size, PIECE))
+    index, old, new = parts[0] if len(parts) == 1 else tuple(map(np.concatenate, zip(*parts, strict=True)))
+    signed = np.dtype(f"i{bits.itemsize}") if bits.itemsize > 1 else np.dtype(np.uint8)
+    return torch.from_numpy(index), torch.from_numpy(old.view(signed)), torch.from_numpy(new.view(signed))
+
+
+def _words(bits: Bits) -> Bits:
+    """All whole words of 8 bytes, at any alignment."""
+    words: Bits = bits[: bits.size - bits.size % (8 // bits.itemsize)].view(np.uint64)
+    return words

@@ -1,0 +1,137 @@
+"""`packed`: positions as ranks within classes of the old exponent, values as steps. Relative, and the smallest.
+
+    blob := base check (16 bytes)  directory  streams          see torch_delta.codec.packed for each step
+    pack    changes ──▶ reduced (gaps and steps by class) ──▶ streams of all slices, pooled ──▶ zstd
+    unpack  streams ──▶ gaps and steps ──walk over own old bits──▶ index, old, new ──▶ base check
+
+Profile *small* comes from changes that were reduced while the bits of the whole box were at hand (`Change.reduced`);
+others are written in profile *fast*, whose positions are gaps without classes. One decoder reads both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torch_delta.codec.bits import bits_dtype
+from torch_delta.codec.change import Change
+from torch_delta.codec.digest import digest_delta
+from torch_delta.codec.encodings.base import Packed as PackedFrame
+from torch_delta.codec.packed.classes import exponent_of
+from torch_delta.codec.packed.emit import emit
+from torch_delta.codec.packed.gather import Expected, gather
+from torch_delta.codec.packed.locate import locate
+from torch_delta.codec.packed.pieces import local_index
+from torch_delta.codec.packed.reduced import Reduced, reduce_gaps
+from torch_delta.codec.packed.streams import NAMES, SealedStreams, seal
+from torch_delta.errors import DigestMismatch
+from torch_delta.format.checks import broken
+from torch_delta.format.digest import DIGEST_BYTES, ZERO, Digest
+from torch_delta.format.limits import MAX_FRAME_RAW_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from torch_delta.codec.bits import Bits
+    from torch_delta.codec.encodings.base import OldRegion
+    from torch_delta.format.frames import Frame
+    from torch_delta.format.schema import Schema
+
+
+class Packed:
+    """Compressed layout; frames hold at most `MAX_FRAME_RAW_BYTES` of boxes, so large changes are cut beforehand."""
+
+    name = "packed"
+    is_absolute = False
+
+    def fewest_bytes(self, schema: Schema, change: Change) -> int | None:  # noqa: ARG002  part of the interface
+        """A bit of sign per element; None without old bits, or for a box that has to be cut."""
+        if change.old is None or change.box.numel * change.new.itemsize > MAX_FRAME_RAW_BYTES:
+            return None
+        return change.count // 8
+
+    def estimated_bytes(self, change: Change, *, level: int) -> int | None:  # noqa: ARG002  part of the interface
+        """Never needed: tried before others."""
+        return None
+
+    def pack(self, schema: Schema, changes: Sequence[Change], *, level: int) -> PackedFrame:
+        """Memory is O(changed)."""
+        emitted = emit([_reduced(schema, change) for change in changes])
+        check = _base_check(schema, changes)
+        pieces, stored = seal(check.to_bytes(), emitted.streams, level=level)
+        blob = b"".join(pieces)
+        shares = np.array([stored[name] for name in NAMES]) / np.maximum(emitted.usage.sum(axis=0), 1)
+        return PackedFrame(
+            payload={self.name: blob},
+            stored_bytes=len(blob),
+            raw_bytes=sum(change.box.numel * change.new.itemsize for change in changes),
+            measured=tuple(np.ceil(emitted.usage @ shares).astype(int).tolist()),
+        )
+
+    def unpack(
+        self, schema: Schema, frame: Frame, payload: Mapping[str, memoryview], old: OldRegion, *, key: str
+    ) -> Iterator[Change]:
+        """Arrays are the changes' own."""
+        blob = payload[self.name]
+        if len(blob) <= DIGEST_BYTES:
+            raise broken("E7", key, f"a packed frame begins with {DIGEST_BYTES} bytes of base check, got {len(blob)}")
+        slices = [
+            Expected(item.count, item.box.numel, bits_dtype(schema.tensors[item.tensor].dtype)) for item in frame.slices
+        ]
+        changes: list[Change] = []
+        gathered = gather(SealedStreams(blob[DIGEST_BYTES:], key=key), slices, key=key)
+        for item, one in zip(frame.slices, gathered, strict=True):
+            region = np.ascontiguousarray(old(item)).reshape(-1)
+            index, before, new = locate(one, schema.tensors[item.tensor], region, key=key)
+            changes.append(
+                Change(tensor=item.tensor, box=item.box, index=index, old=before, new=new, increment=item.increment)
+            )
+            yield changes[-1]
+        check = _base_check(schema, changes)
+        expected = Digest.from_bytes(bytes(blob[:DIGEST_BYTES]))
+        if check != expected:
+            names = [schema.tensors[item.tensor].name for item in frame.slices]
+            raise DigestMismatch(
+                f"{key}: the old bits of {names[0]!r}{f' or {len(names) - 1} more tensors' if names[1:] else ''} here "
+                f"are not the ones the delta was made from (base check {check}, expected {expected}); nothing was "
+                "written. Start again from an anchor or a fresh copy of the base (rule E6)",
+                tensor=names[0],
+                tensors=names,
+                key=key,
+                expected=expected.hex(),
+                got=check.hex(),
+            )
+
+
+def _base_check(schema: Schema, changes: Sequence[Change]) -> Digest:
+    """Digest of the old bits of all changed elements (rule E6); in few calls, however many small tensors there are."""
+    by_width: dict[int, tuple[list[npt.NDArray[np.int64]], list[Bits]]] = {}
+    for change in changes:
+        assert change.old is not None
+        index, old = by_width.setdefault(change.old.itemsize, ([], []))
+        index.append(change.flat_index(schema))
+        old.append(change.old)
+    total = ZERO
+    for index, old in by_width.values():
+        bits = np.concatenate(old)
+        total += digest_delta(np.concatenate(index), np.zeros_like(bits), bits)
+    return total
+
+
+def _reduced(schema: Schema, change: Change) -> Reduced:
+    """What the change carries, or its gaps."""
+    if change.reduced is not None:
+        [reduced] = change.reduced
+        return reduced
+    assert change.old is not None
+    return reduce_gaps(
+        local_index(change.positions(), 0),
+        change.old,
+        change.new,
+        change.box.numel,
+        sign_magnitude=exponent_of(schema.tensors[change.tensor].dtype).sign_magnitude,
+        start=0,
+    )
