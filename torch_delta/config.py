@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-OnRestart = Literal["fork", "refuse"]
-"""What a trainer does whose weights are not those at the end of the stream it attaches to."""
+OnRestart = Literal["fork", "refuse", "takeover"]
+"""What a trainer does whose weights are not those at the end of the stream it attaches to, or that finds it in use."""
 SnapshotMode = Literal["auto", "transient", "persistent"]
 """Where the previous bits live; the formulas for their bytes are with the capture modes."""
 
@@ -93,7 +93,16 @@ class PublishConfig:
     """Seconds before the second attempt of an upload or a commit; doubles for each further one, up to 10 s."""
     on_restart: OnRestart = "fork"
     """A trainer that is not at the newest version of an existing stream starts a new lineage beside it, which fences
-    the old one's writer and which followers go over to (``"fork"``), or it is refused (``"refuse"``)."""
+    the old one's writer and which followers go over to (``"fork"``), or it is refused (``"refuse"``). A stream whose
+    writer lives (see `alive_s`) is neither forked nor continued; ``"takeover"`` does both without looking."""
+    alive_s: int = 60
+    """Seconds without a sign of life after which this writer counts as dead for others that attach; it gives three
+    signs in that time, each one small put. A trainer that starts again elsewhere after a crash waits up to this long. 0
+    gives no signs: then a second trainer, started by mistake, is not told from a restart."""
+    anchor_first: bool | None = None
+    """Whether a stream without any anchor gets one when this writer attaches, in the background. None: where receivers
+    cannot have the base by themselves, which is a folder and no Hub id while the stream is not a folder of this
+    machine."""
     anchor_every: int | None = None
     """Write an anchor of every version that this divides; None leaves it to `anchor_share`."""
     anchor_share: float | None = 1.0
@@ -162,6 +171,8 @@ class PublishConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
                 raise ValueError(f"{name} is {value!r}; expected an integer of at least {smallest}")
+        if not isinstance(self.alive_s, int) or isinstance(self.alive_s, bool) or not 0 <= self.alive_s <= _MAX_CLAIM_S:
+            raise ValueError(f"alive_s is {self.alive_s!r}; expected whole seconds, 0 to {_MAX_CLAIM_S}")
         if not 1 <= self.zstd_level <= 19:
             raise ValueError(f"zstd_level is {self.zstd_level}; expected 1 to 19")
 

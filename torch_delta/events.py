@@ -58,6 +58,8 @@ class AnchorReport:
     stored_bytes: int
     staged_bytes: int
     """Bytes of shards this rank passed through the store to the owners of files; removed again."""
+    copied_bytes: int = 0
+    """Of `stored_bytes`, those taken over from the anchor before inside the store, without an upload."""
     stage_s: float
     """Seconds of staging them, this rank."""
     assemble_s: float

@@ -44,7 +44,7 @@ class TorchDelta:
             TensorSource(self._walk, open_base(base).schema),
             self._store,
             base=base,
-            config=PublishConfig(num_encode_threads=num_threads, profile=profile),
+            config=PublishConfig(num_encode_threads=num_threads, profile=profile, anchor_first=False),
         )
         self._follower = Follower(self._store)
         self._local = {

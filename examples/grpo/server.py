@@ -27,7 +27,7 @@ def server(model: str, out: Path) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model),
-        *("--host", "127.0.0.1", "--port", str(port), "--max-model-len", "256", "--max-num-seqs", "16"),
+        *("--host", "127.0.0.1", "--port", str(port), "--max-model-len", "256", "--max-num-seqs", "32"),
         *("--weight-transfer-config", json.dumps({"backend": "torch_delta"})),
         *("--logprobs-mode", "processed_logprobs", "--enforce-eager"),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -26,8 +26,8 @@ RESPONSE = {
 """How an answer is read back; TRL knows it for the models it knows."""
 
 
-def make(folder: Path) -> Path:
-    """Write model and tokenizer to `folder`, unless they are there."""
+def make(folder: Path, **config: Any) -> Path:
+    """Write model and tokenizer to `folder`, unless they are there; `config` are fields of the model's, if not tiny."""
     if (folder / "config.json").exists():
         return folder
     words = [*SPECIAL, *CHARACTERS]
@@ -40,20 +40,23 @@ def make(folder: Path) -> Path:
     chat.chat_template = TEMPLATE
     chat.response_template = RESPONSE
     torch.manual_seed(0)
-    config = Qwen3Config(
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,  # what vLLM's attention on CPU takes
+    }
+    made = Qwen3Config(
         vocab_size=len(words),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,  # what vLLM's attention on CPU takes
         max_position_embeddings=256,
         tie_word_embeddings=False,
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
+        **shape | config,
     )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    Qwen3ForCausalLM(made).to(torch.bfloat16).save_pretrained(folder)
     chat.save_pretrained(folder)
     return folder

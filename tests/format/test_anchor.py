@@ -7,6 +7,7 @@ import json
 import pytest
 
 from torch_delta.format import AnchorFile, AnchorManifest, Head, Schema, Successor, digest_words
+from torch_delta.format.head import Sign
 
 ID, HASH, NONCE = "0" * 32, "ab" * 32, "0123456789abcdef"
 FOLDER = f"anchors/00000000000000000007-{NONCE}"
@@ -146,6 +147,26 @@ def test_other_rules_hold_for_manifests(fields, refuses, sealed) -> None:
 def test_head_round_trip() -> None:
     head = Head(stream_id=ID, version=3, commit_sha256=HASH)
     assert Head.from_bytes(head.to_bytes()) == head
+
+
+def test_a_sign_of_life_round_trips_and_is_optional(refuses, sealed) -> None:  # rule H2
+    sign = Sign(writer="0123456789abcdef", seconds=60, beat=7, info={"host": "trainer", "pid": "12"})
+    head = Head(stream_id=ID, version=3, commit_sha256=HASH, sign=sign)
+    assert Head.from_bytes(head.to_bytes()) == head
+    assert sign.owner == "host trainer, pid 12"
+    good = {"format_version": [1, 0], "stream_id": ID, "version": 3, "commit_sha256": HASH}
+    assert Head.from_bytes(sealed(good | {"sign": None})).sign is None
+    fine = {"writer": "0123456789abcdef", "seconds": 0, "beat": 1, "info": {}}
+    assert Head.from_bytes(sealed(good | {"sign": fine | {"later": 1}})).sign is not None
+    for rule, change in (
+        ("H2", {"writer": "x"}),
+        ("H2", {"seconds": 604_801}),
+        ("J6", {"seconds": -1}),
+        ("J6", {"beat": True}),
+        ("J6", {"info": {"host": 1}}),
+    ):
+        with refuses(rule):
+            Head.from_bytes(sealed(good | {"sign": fine | change}))
 
 
 @pytest.mark.parametrize(

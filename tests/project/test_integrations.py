@@ -1,4 +1,4 @@
-"""The integrations: importing one costs nothing; the one that is yet to come says so when it is used."""
+"""The integrations: importing one costs nothing."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ import sys
 import pytest
 
 
-def test_using_what_is_yet_to_come_says_what_to_do_instead() -> None:
-    module, name = "torch_delta_skyrl", "DeltaStrategy"
-    loaded = importlib.import_module(module)
-    with pytest.raises(ImportError, match=f"{module}.{name}: .* not in this release.*use torch_delta.attach"):
-        getattr(loaded, name)
-    with pytest.raises(ImportError, match="not in this release"):
-        exec(f"from {module} import {name}")
-    assert not hasattr(loaded, "__path_of_nothing__")
+def test_importing_the_skyrl_integration_imports_neither_skyrl_nor_torch() -> None:
+    code = (
+        "import torch_delta_skyrl, sys; torch_delta_skyrl.ray_hook; "
+        "print([m for m in ('skyrl', 'ray', 'vllm', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_of_the_skyrl_integration_has_a_home() -> None:
+    package = importlib.import_module("torch_delta_skyrl")
+    assert set(package._HOME) == set(package.__all__)
+    assert package.register.__module__ == "torch_delta_skyrl.registering"
+    with pytest.raises(AttributeError, match="public names: ray_hook, register"):
+        _ = package.Nothing
 
 
 def test_importing_the_trl_integration_imports_neither_trl_nor_torch() -> None:

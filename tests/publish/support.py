@@ -19,6 +19,7 @@ FAST = {
     "wait_timeout_s": 30.0,
     "attach_timeout_s": 20.0,
     "retry_delay_s": 0.01,
+    "alive_s": 0,  # tests/publish/test_pulse.py has what it does
 }
 
 

@@ -159,3 +159,49 @@ def test_an_index_lists_every_tensor(tmp_path):
     said = json.loads(index.read_text())
     assert set(said["weight_map"]) == set(SPECS)
     assert said["metadata"]["total_size"] == 60 * 2 + 7 * 4 + 2
+
+
+@pytest.mark.parametrize("cannot", [None, "refuses", "fails"])
+def test_files_that_did_not_change_are_not_uploaded_again(tmp_path, cannot):
+    class Counting(FaultyStore):
+        def copy(self, source, key):
+            return None if cannot == "refuses" else super().copy(source, key)
+
+    script = [Fault("copy", "anchors/*", times=None)] if cannot == "fails" else []
+    stores = [Counting(LocalStore(tmp_path / "s"), script) for _ in range(3)]
+    base = write_checkpoint(tmp_path / "base", initial(), config={"model_type": "tiny"})
+
+    def rank_main(rank, team):
+        source = ArraySource(owned=rows(rank, 3))
+        with open_rank(
+            rank, team, tmp_path, source=source, store=stores[rank], base=open_base(base), anchor_file_bytes=1
+        ) as publisher:
+            first = publisher.anchor()
+            source.live["a.weight"][3, 3] ^= 5  # one of three tensors, each in a file of its own
+            publisher.publish()
+            return first, publisher.anchor()
+
+    (first, second), *_ = run_threads(3, rank_main)
+    said, state = only_anchor(tmp_path / "s", 1)
+    changed = initial()
+    changed["a.weight"][3, 3] ^= 5
+    assert same(state, changed)
+    by_name = {file["name"]: file for file in said["files"]}
+    assert len({file["key"] for file in said["files"]}) == len(by_name) == first.num_files == second.num_files
+    kept = [file["bytes"] for name, file in by_name.items() if said["tensor_files"]["a.weight"] != name]
+    assert first.copied_bytes == 0
+    assert second.copied_bytes == (0 if cannot else sum(kept))
+    assert all(store.calls["copy"] == 0 for store in stores[1:]), "rank 0 has them copied, before anybody stages"
+    for path in (tmp_path / "s" / "anchors").rglob(f"{0:020d}-*/*"):
+        path.unlink()  # retention takes the first anchor: the second has files of its own
+    assert same(only_anchor(tmp_path / "s", 1)[1], changed)
+
+
+def test_shards_are_checked_also_where_the_file_is_copied(tmp_path):
+    # F13: the anchor would be right, but what the trainer holds is not what it published
+    source = ArraySource()
+    with attach_source(source, tmp_path, config=config(anchor_file_bytes=1)) as publisher:
+        publisher.anchor()
+        source._seen["a.weight"][0, 0] ^= 1
+        with pytest.raises(DigestMismatch, match=r"1 tensors differ \(a\.weight\)"):
+            publisher.anchor()

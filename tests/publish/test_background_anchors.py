@@ -20,7 +20,7 @@ from torch_delta.publish import attach_source, snapshot
 from torch_delta.publish.base import open_base
 from torch_delta.publish.cadence import Cadence
 from torch_delta.publish.records import Committed
-from torch_delta.receive import pull
+from torch_delta.receive import Follower, LocalCheckpoint, pull
 from torch_delta.store.local import LocalStore
 from torch_delta.stream import Stream
 from torch_delta.testing.faults import Fault, FaultyStore, call, fail_before
@@ -260,3 +260,40 @@ def test_killed_while_an_anchor_is_written_or_room_is_made(tmp_path, base, crash
     assert sorted(int(path.stem) for path in (root / "commits").iterdir()) == [version + 1, version + 2]
     with pull(str(root), place) as checkpoint, checkpoint.reading() as folder:
         assert same(reader.folder(folder, TABLE), edited([*range(1, version + 1), 8, 9]))
+
+
+@pytest.mark.parametrize(("wanted", "num_anchors"), [(None, 0), (True, 1), (False, 0)])
+def test_the_first_anchor_by_policy(tmp_path, base, wanted: bool | None, num_anchors: int) -> None:
+    # F103: what receivers start from is explicit; beside the base, on a disk, they have it
+    for world in (2, 1):  # attached a second time: there is one already
+
+        def rank_main(rank, team):
+            source = ArraySource(owned=rows(rank, team.world_size))
+            with open_rank(rank, team, tmp_path / "run", source=source, base=open_base(base), anchor_first=wanted):
+                pass
+
+        run_threads(world, rank_main)
+        assert len(list((tmp_path / "run" / "anchors").glob("*.json"))) == num_anchors
+
+
+class Bucket(LocalStore):
+    """A folder that says it is far away."""
+
+    @property
+    def url(self) -> str:
+        return "s3://bucket/run"
+
+
+def test_where_receivers_cannot_have_the_base_the_stream_begins_with_an_anchor(tmp_path, base) -> None:
+    store = Bucket(tmp_path / "run")
+    with attach_source(ArraySource(), store, base=base, config=config()) as publisher:
+        edit(publisher._source, 1)
+        publisher.publish()
+        publisher.wait()
+        publisher.close()
+        assert [report.version for report in publisher.anchors] == [0]
+    checkpoint = LocalCheckpoint(tmp_path / "place")  # nobody gave it a base
+    with Follower(Bucket(tmp_path / "run")) as follower:
+        assert [r.kind for r in follower.apply_to(checkpoint, until="head", timeout_s=20)] == ["anchor", "delta"]
+    with checkpoint.reading() as folder:
+        assert same(reader.folder(folder, TABLE), edited([1]))

@@ -18,9 +18,10 @@ from torch_delta.publish import attach_source
 from torch_delta.publish.base import open_base
 from torch_delta.receive import Follower, LocalCheckpoint
 from torch_delta.store import LocalStore
+from torch_delta.store.sibling import sibling_url
 from torch_delta.store.url import open_store
 from torch_delta.stream import Stream
-from torch_delta.stream.lineages import fork_root, sibling_url, walk
+from torch_delta.stream.lineages import fork_root, walk
 
 if TYPE_CHECKING:
     from pathlib import Path

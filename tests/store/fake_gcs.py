@@ -62,7 +62,13 @@ class Gcs:
             _, parts = self.uploads[request.query["uploadId"]]
             parts[int(request.query["partNumber"])] = body
             return web.Response(headers={"ETag": f'"{hashlib.md5(body).hexdigest()}"'})
-        return self.store(unquote(request.match_info["key"]), body, request, metadata(request))
+        key, source = unquote(request.match_info["key"]), unquote(request.headers.get("x-goog-copy-source", ""))
+        if not source:
+            return self.store(key, body, request, metadata(request))
+        found = self.objects.get(source.removeprefix(f"{self.bucket}/"))
+        if found is None:
+            raise web.HTTPNotFound(text="<Error><Code>NoSuchKey</Code></Error>")
+        return self.store(key, found["data"], request, found["headers"])
 
     async def post(self, request) -> web.Response:
         self.check_bucket(request)

@@ -58,6 +58,12 @@ def server(model: Path, shared: Path) -> Iterator[Server]:
         yield served
 
 
+@pytest.fixture
+def stream(shared: Path, tmp_path: Path) -> Path:
+    """Where servers may look for this test's stream."""
+    return shared / tmp_path.name / "stream"
+
+
 def start_server(model: Path, shared: Path, name: str = "server") -> Server:
     from tests.vllm.servers import Server
 

@@ -25,6 +25,7 @@ class MadeUpRollouts:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(maxsize=16)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self.versions: list[int] = []
+        self._loop_kwargs = {"dataset_start_index": 0}  # where TRL's own worker has its place in the prompts
         self._rng = np.random.default_rng(seed)
         self._version = 0
         self._stop = threading.Event()
@@ -96,9 +97,10 @@ def async_trainer(
     url: str,
     max_steps: int = 3,
     callbacks: list[Any] | None = None,
+    kind: Any = None,
     **options: Any,
 ) -> Any:
-    """An AsyncGRPOTrainer of `torch_delta_trl` with made-up rollouts."""
+    """An AsyncGRPOTrainer of `torch_delta_trl` with made-up rollouts; `kind` is a subclass to use instead."""
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
     from grpo.cpu import let_async_grpo_run
@@ -122,7 +124,7 @@ def async_trainer(
         "save_strategy": "no",
         "disable_tqdm": True,
     }
-    return AsyncGRPOTrainer(
+    return (kind if kind is not None else AsyncGRPOTrainer)(
         str(model),
         args=AsyncGRPOConfig(**chosen | options),
         train_dataset=prompts(64),
@@ -133,10 +135,36 @@ def async_trainer(
     )
 
 
-def served_bits(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """The weights as they are served: bf16, nearest even, as bits; by name. Independent of the code under test."""
-    found = {}
-    for name, tensor in model.state_dict().items():
-        values = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        found[name] = values.detach().to(torch.bfloat16).view(torch.int16).numpy().copy()
-    return found
+def grpo_trainer(model: Path, out: Path, sync: Any, *, max_steps: int = 3, **options: Any) -> Any:
+    """A GRPOTrainer of `torch_delta_trl`, generating with vLLM: a server by `vllm_server_base_url`, else colocated."""
+    from trl import GRPOConfig
+
+    from grpo.reward import prompts, vowels
+    from torch_delta_trl import GRPOTrainer
+
+    chosen: dict[str, Any] = {
+        "output_dir": str(out),
+        "use_vllm": True,
+        "vllm_mode": "server" if "vllm_server_base_url" in options else "colocate",
+        "max_steps": max_steps,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "learning_rate": 1e-3,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "vllm_max_model_length": 64,
+        "vllm_gpu_memory_utilization": 0.1,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    return GRPOTrainer(
+        str(model),
+        args=GRPOConfig(**chosen | options),
+        train_dataset=prompts(64),
+        reward_funcs=vowels,
+        delta_sync=sync,
+    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import sys
 import warnings
 from typing import TYPE_CHECKING, Any, Self
 from unittest import mock
@@ -52,17 +51,6 @@ def prepare_environment() -> None:
     os.environ.update(ENVIRONMENT)
 
 
-def _hide_llvmlite() -> None:
-    """Let vLLM 0.32 start on CPU in a process that has compiled with numba.
-
-    It asks `vars()` of everything in every module; llvmlite's library wrapper answers that question with a C function,
-    and vLLM then dies of it.
-    """
-    ffi: Any = sys.modules.get("llvmlite.binding.ffi")
-    if ffi is not None:
-        ffi.lib._fntab.setdefault("__dict__", {})
-
-
 def arguments(folder: Path, **options: Any) -> dict[str, Any]:
     """Engine arguments for a tiny checkpoint; `options` are arguments of vLLM's `LLM` and win."""
     return {
@@ -88,7 +76,6 @@ class Engine:
 
     def __init__(self, folder: Path, *, delta: bool = False, **options: Any) -> None:
         prepare_environment()
-        _hide_llvmlite()
         if delta:
             options = {"weight_transfer_config": {"backend": "torch_delta"}} | options
         with warnings.catch_warnings():

@@ -60,6 +60,7 @@ class ToyLive:
         self.routed = frozenset(schema.data_indices) - self.unrouted.keys()
         self.epoch = 0
         self.num_ranks = 0
+        toy.num_open += 1
 
     def name(self, index: int) -> str:
         return self.schema.tensors[index].name
@@ -150,6 +151,9 @@ class ToyLive:
     def forget(self) -> None:
         self.epoch += 1
 
+    def close(self) -> None:
+        self.toy.num_open -= 1
+
 
 class Toy:
     """A model whose parameters are this rank's rows of every checkpoint tensor.
@@ -167,6 +171,7 @@ class Toy:
         self.rank, self.size = rank, size
         self.unroutable = dict(unroutable or {})
         self.values: dict[str, Any] = {}
+        self.num_open = 0  # routed models that were not closed
         self.events: list[str] = []
         self.faults: dict[str, BaseException] = {}
         self.gates: dict[str, tuple[threading.Event, threading.Event]] = {}

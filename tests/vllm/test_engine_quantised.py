@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 def quantised() -> dict[str, Any]:
     """Arguments of an engine that quantises its linear weights."""
-    pytest.importorskip("torchao", reason="the vLLM lane installs torchao")
     from torchao.core.config import config_to_dict
     from torchao.quantization import Int8WeightOnlyConfig
 

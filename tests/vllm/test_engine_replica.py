@@ -269,6 +269,25 @@ def test_a_late_joiner_reloads_once_and_then_patches(rig: Rig) -> None:
     assert rig.same(model, 2)
 
 
+def test_a_gap_in_the_kept_patches_is_bridged_by_a_reload(rig: Rig) -> None:
+    """As after an anchor, or on a disk that somebody cleaned up."""
+    replica, model = rig.start()
+    rig.attached(replica)
+    other, _ = rig.start()
+    rig.attached(other)
+    rig.versions.sparse(1)
+    rig.versions.sparse(2)
+    rig.prepared(other)
+    patches = [path for path in rig.root.rglob("*") if path.is_file() and "patch" in path.parent.name]
+    assert len(patches) == 2
+    patches[0].unlink()
+    status = rig.prepared(replica)
+    assert (status["plan"], status["last_prepare"]["reason"] != "") == ("reload", True)
+    assert update(replica, 2) is None
+    assert replica.status()["last_apply"]["kind"] == "reload"
+    assert rig.same(model, 2)
+
+
 def test_a_server_that_starts_from_a_pulled_version_is_at_it(rig: Rig, tmp_path: Path) -> None:
     early, _ = rig.start()
     rig.attached(early)
@@ -529,6 +548,79 @@ def test_a_version_that_never_comes_runs_into_its_deadline(rig: Rig) -> None:
     assert status["ready"]
     rig.versions.sparse(1)
     assert rig.prepared(replica)["error"] is None
+
+
+def test_a_version_that_is_not_published_gives_way_to_a_later_request(rig: Rig) -> None:
+    replica, model = rig.start()
+    rig.attached(replica)
+    assert replica.prepare({"version": 50})["accepted"]
+    waits = poll(
+        lambda: (replica.status()["preparing"] or {}).get("phase") == "fetch" or None,
+        phase="wait",
+        peer="the replica",
+        timeout_s=TIMEOUT_S,
+        backoff=QUICK,
+    )
+    assert waits
+    rig.versions.sparse(1)
+    rig.versions.sparse(2)
+    assert rig.prepared(replica, 2)["error"] is None
+    assert update(replica, 2) is None
+    assert rig.same(model, 2)
+    # Nobody waits: what is published is prepared in turn, whatever else was asked for.
+    rig.versions.sparse(3)
+    rig.versions.sparse(4)
+    for version in (60, 3, 4):
+        assert replica.prepare({"version": version})["accepted"]
+    settled(replica, lambda status: status["prepared"] == 4)
+    assert update(replica, 3) is None
+    assert rig.same(model, 3)
+
+
+@pytest.mark.parametrize("live", [1, 2])
+def test_a_stream_that_a_restarted_trainer_continues_is_followed(rig: Rig, live: int) -> None:
+    """Successors: version numbers begin anew, so that an older one may be newer."""
+    replica, model = rig.start()
+    rig.attached(replica)
+    rig.versions.sparse(1)
+    rig.versions.sparse(2)
+    rig.prepared(replica, live)
+    assert update(replica, live) is None
+    before = replica.status()["stream_id"]
+    rig.versions.restart(1)
+    assert replica.prepare({"version": 0})["accepted"]
+    status = settled(replica, lambda status: status["stream_id"] != before)
+    assert status["error"] is None
+    if live == 1:
+        assert (status["version"], status["ready"], status["needs_reload"]) == (0, True, None)
+    else:  # versions that the trainer gave up: they are replaced
+        assert (status["version"], status["ready"], status["plan"]) == (None, False, "reload")
+        assert update(replica, 0) is None
+        assert "reload a tensor" in model.events
+    assert rig.same(model, 0)
+    rig.versions.sparse(4)
+    assert rig.prepared(replica)["plan"] == "patch"
+    assert update(replica, 1) is None
+    assert rig.same(model, 1)
+    assert (replica.status()["version"], replica.status()["ready"]) == (1, True)
+    assert model.num_open == 1
+    replica.close()
+    assert model.num_open == 0
+
+
+def test_an_engine_that_follows_goes_over_by_itself(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_delta.receive.lookout._LOOK_AROUND_EVERY", 1)  # a minute passes between two otherwise
+    replica, model = rig.start()
+    rig.attached(replica, auto_follow=True)
+    rig.versions.sparse(1)
+    settled(replica, lambda status: status["prepared"] == 1)
+    before = replica.status()["stream_id"]
+    rig.versions.restart(0)
+    rig.versions.sparse(2)
+    rig.versions.sparse(3)
+    settled(replica, lambda status: status["stream_id"] != before and status["prepared"] == 2)
+    assert update(replica, 2) is None
+    assert rig.same(model, 2)
 
 
 def test_a_damaged_part_leaves_the_engine_as_it_was(rig: Rig, tmp_path: Path) -> None:

@@ -6,30 +6,34 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "pause.py"
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def run(tmp_path: Path, *arguments: str) -> tuple[dict, str]:
-    result = tmp_path / "result.json"
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), "--small", "--repeats", "2", *arguments]
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """Raw samples, and what was shown; both parts in one run, since most of it is starting vLLM."""
+    folder = tmp_path_factory.mktemp("pause")
+    result = folder / "result.json"
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), "--small", "--repeats", "2", "--fractions", "0.01", "0.05"]
     done = subprocess.run(
-        [*command, "--work", str(tmp_path), "--json", str(result)],
+        [*command, "--work", str(folder), "--json", str(result)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     return json.loads(result.read_text(encoding="utf-8")), done.stdout
 
 
-def test_all_three_ways_are_timed_on_one_model(tmp_path: Path) -> None:
-    result, shown = run(tmp_path, "--fractions", "0.01", "0.05")
+def test_all_three_ways_are_timed_on_one_model(found: tuple[dict[str, Any], str]) -> None:
+    result, shown = found
     assert [row["fraction"] for row in result["comparison"]] == [0.01, 0.05]
     for row in result["comparison"]:
         assert row["changed"] == pytest.approx(row["fraction"] * result["num_parameters"], rel=0.2)
@@ -38,8 +42,8 @@ def test_all_three_ways_are_timed_on_one_model(tmp_path: Path) -> None:
     assert "| 5.0% |" in shown
 
 
-def test_our_pause_is_timed_over_sizes(tmp_path: Path) -> None:
-    result, shown = run(tmp_path, "--sizes", "0.1B", "0.5B")
+def test_our_pause_is_timed_over_sizes(found: tuple[dict[str, Any], str]) -> None:
+    result, shown = found
     small, large = result["sizes"]
     assert large["num_parameters"] > 2 * small["num_parameters"]
     assert large["changed"] == pytest.approx(small["changed"], rel=0.2)

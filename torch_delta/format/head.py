@@ -6,13 +6,41 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch_delta.errors import FormatError
-from torch_delta.format.checks import Fields, broken, check_info, need_hex, need_int53
+from torch_delta.format.checks import Fields, broken, check_info, need_hex, need_int53, need_range
 from torch_delta.format.keys import HEAD_KEY, SUCCESSOR_KEY, validate_key
-from torch_delta.format.limits import FORMAT_VERSION, MAX_HINT_BYTES
+from torch_delta.format.limits import FORMAT_VERSION, MAX_HINT_BYTES, MAX_LEASE_SECONDS
 from torch_delta.format.sealed import seal, unseal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sign:
+    """A sign of life of the writer that wrote the hint (rule H2). No reader acts on it.
+
+    Attributes:
+        writer: 16 hex digits, drawn when it attached.
+        seconds: after this long without a new sign it counts as dead; 0: it said goodbye.
+        beat: grows with every sign, so that two of them never have the same bytes.
+        info: for people: who it is.
+    """
+
+    writer: str
+    seconds: int
+    beat: int
+    info: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        need_hex(self.writer, 16, rule="H2", key=HEAD_KEY, what="sign.writer")
+        need_range(self.seconds, 0, MAX_LEASE_SECONDS, rule="H2", key=HEAD_KEY, what="sign.seconds")
+        need_int53(self.beat, rule="H2", key=HEAD_KEY, what="sign.beat")
+        check_info(self.info, key=HEAD_KEY)
+
+    @property
+    def owner(self) -> str:
+        """Who wrote it, in words."""
+        return ", ".join(f"{name} {value}" for name, value in sorted(self.info.items())) or f"writer {self.writer}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +51,13 @@ class Head:
         stream_id: of the stream.
         version: the last version its writer committed.
         commit_sha256: of that commit's stored bytes; of ``stream.json`` for version 0.
+        sign: of life of its writer, or None where it gives none.
     """
 
     stream_id: str
     version: int
     commit_sha256: str
+    sign: Sign | None = None
 
     def __post_init__(self) -> None:
         need_hex(self.stream_id, 32, rule="I2", key=HEAD_KEY, what="stream_id")
@@ -36,15 +66,20 @@ class Head:
 
     def to_bytes(self) -> bytes:
         """The stored bytes."""
-        return seal(
-            {
-                "format_version": list(FORMAT_VERSION),
-                "stream_id": self.stream_id,
-                "version": self.version,
-                "commit_sha256": self.commit_sha256,
-            },
-            key=HEAD_KEY,
-        )
+        said: dict[str, object] = {
+            "format_version": list(FORMAT_VERSION),
+            "stream_id": self.stream_id,
+            "version": self.version,
+            "commit_sha256": self.commit_sha256,
+        }
+        if self.sign is not None:
+            said["sign"] = {
+                "writer": self.sign.writer,
+                "seconds": self.sign.seconds,
+                "beat": self.sign.beat,
+                "info": dict(self.sign.info),
+            }
+        return seal(said, key=HEAD_KEY)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Head:
@@ -59,7 +94,20 @@ class Head:
             stream_id=fields.text("stream_id"),
             version=fields.integer("version"),
             commit_sha256=fields.text("commit_sha256"),
+            sign=_read_sign(fields),
         )
+
+
+def _read_sign(fields: Fields) -> Sign | None:
+    if fields.values.get("sign") is None:
+        return None
+    inner = fields.inner("sign")
+    return Sign(
+        writer=inner.text("writer"),
+        seconds=inner.integer("seconds"),
+        beat=inner.integer("beat"),
+        info=inner.text_map("info"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from torch_delta import crashpoints
-from torch_delta.codec.digest import digest_array
+from torch_delta.codec.digest import digest_array, digest_box
 from torch_delta.errors import DigestMismatch, StoreError
 from torch_delta.format.anchor import AnchorFile, AnchorManifest
+from torch_delta.format.digest import Digest
 from torch_delta.format.dtypes import ITEMSIZE
 from torch_delta.format.keys import anchor_file_key, is_file_name
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from torch_delta.capture.source import Bits, ChangeSource, OwnedBox, Region
     from torch_delta.config import PublishConfig
     from torch_delta.format.box import Box
-    from torch_delta.format.digest import Digest
     from torch_delta.format.schema import Schema
+    from torch_delta.publish.anchor_sharing import Shared
     from torch_delta.publish.base import BaseCheckpoint
     from torch_delta.publish.coordination import Team
     from torch_delta.store.base import Store
@@ -99,15 +100,17 @@ class AnchorWriter:
         source: AnchorSource,
         *,
         version: int,
-        nonce: str,
         plan: list[FilePlan],
         owned: Sequence[Sequence[tuple[int, Box]]],
+        shared: Shared,
     ) -> None:
         self._job = job
         self._source = source
         self._schema = job.source.schema
         self._version = version
-        self._nonce = nonce
+        self._nonce = shared.nonce
+        self._shared = shared
+        self._own_digests: dict[int, Digest] = {}  # of this rank's boxes of shared files
         self._plan = plan
         self._owned = owned
         self._staged: list[str] = []
@@ -131,6 +134,11 @@ class AnchorWriter:
                     yield region.bits.tobytes()
                     region = next(regions, None)
 
+            if number in self._shared.numbers:
+                while region is not None and file_of[region.tensor] == number:
+                    self._digest(region)
+                    region = next(regions, None)
+                continue
             if self._plan[number].owner == rank:
                 for _ in pieces():
                     pass
@@ -147,7 +155,7 @@ class AnchorWriter:
         files = []
         digests: dict[int, str] = {}
         for number, file in enumerate(self._plan):
-            if file.owner != self._job.team.rank:
+            if file.owner != self._job.team.rank or number in self._shared.numbers:
                 continue
             stream = _HashedStream(self._file_pieces(number, file, digests))
             key = anchor_file_key(self._version, self._nonce, file.name)
@@ -157,13 +165,15 @@ class AnchorWriter:
                 asdict(AnchorFile(name=file.name, key=key, stored_bytes=stored_bytes, sha256=stream.sha256.hexdigest()))
             )
         self.assemble_s = time.perf_counter() - started
-        return json.dumps({"files": files, "digests": digests}).encode()
+        partial = {tensor: digest.hex() for tensor, digest in self._own_digests.items()}
+        return json.dumps({"files": files, "digests": digests, "partial": partial}).encode()
 
     def seal(self, payloads: list[bytes], state: AnchorState | None) -> bytes:
         """Rank 0: check everything, write the small files and last the manifest."""
         assert state is not None
         told = [json.loads(payload) for payload in payloads]
         found = {int(tensor): digest for one in told for tensor, digest in one["digests"].items()}
+        found |= self._of_shared(told)
         wrong = [
             self._schema.tensors[tensor].name
             for tensor, digest in zip(self._schema.data_indices, state.digests, strict=True)
@@ -177,7 +187,7 @@ class AnchorWriter:
                 tensor=wrong[0],
                 tensors=wrong[:100],
             )
-        files = [AnchorFile(**file) for one in told for file in one["files"]]
+        files = [*self._shared.files, *(AnchorFile(**file) for one in told for file in one["files"])]
         files += [self._put_small(name, data) for name, data in sorted(self._small_files().items())]
         manifest = AnchorManifest(
             stream_id=state.stream_id,
@@ -192,8 +202,14 @@ class AnchorWriter:
         manifest.check_schema(self._schema)
         self._job.store.create_or_same(manifest.key, manifest.to_bytes())
         crashpoints.reach("publish.anchor_manifest_put")
-        stored_bytes = sum(file.stored_bytes for file in files)
-        return json.dumps({"key": manifest.key, "num_files": len(files), "stored_bytes": stored_bytes}).encode()
+        reuse = self._shared.reuse
+        done = {
+            "key": manifest.key,
+            "num_files": len(files),
+            "stored_bytes": sum(file.stored_bytes for file in files),
+            "copied_bytes": 0 if reuse is None else reuse.copied_bytes,
+        }
+        return json.dumps(done).encode()
 
     def clean_up(self) -> None:
         """Remove what this rank staged; what cannot be removed is swept later."""
@@ -202,6 +218,26 @@ class AnchorWriter:
                 self._job.store.delete(key)
             except StoreError as error:
                 _logger.warning("staged object %s was not removed: %s", key, error)
+
+    def _digest(self, region: Region) -> None:
+        shape = self._schema.tensors[region.tensor].shape
+        digest = digest_box(region.bits.reshape(region.box.shape), region.box, shape)
+        known = self._own_digests.get(region.tensor)
+        self._own_digests[region.tensor] = digest if known is None else known + digest
+
+    def _of_shared(self, told: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+        """Digests of the tensors of shared files, from all ranks' boxes; a tensor in no model is the base's."""
+        found: dict[int, Digest] = {}
+        for one in told:
+            for tensor, digest in one["partial"].items():
+                known = found.get(int(tensor), Digest.ZERO)
+                found[int(tensor)] = known + Digest.from_bytes(bytes.fromhex(digest))
+        in_models = {tensor for boxes in self._owned for tensor, _ in boxes}
+        for number in self._shared.numbers:
+            for tensor in self._plan[number].tensors:
+                if tensor not in in_models:
+                    found[tensor] = digest_array(self._tensor(tensor, {}))
+        return {tensor: digest.hex() for tensor, digest in found.items()}
 
     def _stage_key(self, rank: int, number: int) -> str:
         return anchor_file_key(self._version, self._nonce, f"stage-{rank:05d}-{number:05d}")
@@ -263,9 +299,12 @@ class AnchorWriter:
         return {name: data for name, data in files.items() if is_file_name(name)}
 
     def _put_small(self, name: str, data: bytes) -> AnchorFile:
+        sha256 = hashlib.sha256(data).hexdigest()
+        if self._shared.reuse is not None and (file := self._shared.reuse.small(name, len(data), sha256)) is not None:
+            return file
         key = anchor_file_key(self._version, self._nonce, name)
         self._job.store.put_new(key, data)
-        return AnchorFile(name=name, key=key, stored_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        return AnchorFile(name=name, key=key, stored_bytes=len(data), sha256=sha256)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Anchors: a full copy of one version as a Hugging Face checkpoint folder, from all ranks' shards, without gathering.
 
-    plan      every rank learns who owns which boxes; files and their owners follow from the schema alone
+    plan      every rank learns who owns which boxes; files and their owners follow from the schema alone; files that
+              the newest anchor has with the same bits are copied inside the store, and nobody uploads them
     stage     a rank writes its boxes of files that other ranks own into the anchor's folder, one object per file
     assemble  the owner of a file streams it out tensor by tensor, reading the boxes of others from those objects
     seal      rank 0 compares all digests with the version's and creates the manifest, which makes the anchor exist
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 from torch_delta.events import AnchorReport
 from torch_delta.format.dtypes import ITEMSIZE
 from torch_delta.format.keys import new_nonce
+from torch_delta.publish.anchor_sharing import Shared, share_files
 from torch_delta.publish.anchor_writer import AnchorJob, AnchorSource, AnchorState, AnchorWriter, FilePlan
 from torch_delta.publish.records import pack_all_owned, pack_owned, unpack_all_owned
 
@@ -49,14 +51,16 @@ def write_anchor(
     team, timeout_s = job.team, job.config.attach_timeout_s
     source = job.source if source is None else source
     plan = plan_files(job.source.schema, job.config.anchor_file_bytes, team.world_size)
-    told = team.agree(
-        "planning an anchor",
-        lambda: pack_owned(source.owned),
-        lambda owned: new_nonce().encode() + pack_all_owned(owned),
-        timeout_s=timeout_s,
-    )
-    nonce, owned = told[:16].decode(), unpack_all_owned(told[16:])
-    writer = AnchorWriter(job, source, version=version, nonce=nonce, plan=plan, owned=owned)
+    shared: list[Shared] = []
+
+    def decide(owned: list[bytes]) -> bytes:
+        shared.append(share_files(job, version, new_nonce(), plan, state))
+        return shared[0].to_bytes() + pack_all_owned(owned)
+
+    told = team.agree("planning an anchor", lambda: pack_owned(source.owned), decide, timeout_s=timeout_s)
+    heard, taken = Shared.from_bytes(told)
+    nonce, owned = heard.nonce, unpack_all_owned(told[taken:])
+    writer = AnchorWriter(job, source, version=version, plan=plan, owned=owned, shared=shared[0] if shared else heard)
     try:
         team.agree("staging an anchor", writer.stage, lambda _: b"", timeout_s=timeout_s)
         staged_at = time.perf_counter()
@@ -76,6 +80,7 @@ def write_anchor(
         num_files=done["num_files"],
         stored_bytes=done["stored_bytes"],
         staged_bytes=writer.staged_bytes,
+        copied_bytes=done["copied_bytes"],
         stage_s=staged_at - started,
         assemble_s=writer.assemble_s,
         total_s=time.perf_counter() - started,

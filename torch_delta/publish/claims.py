@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from torch_delta.publish.base import BaseCheckpoint
     from torch_delta.publish.coverage import TensorBox
 
-_ALIKE = ("every", "max_in_flight", "anchor_every", "anchor_share", "anchor_file_bytes", "absolute_only", "on_restart")
+_ALIKE = (
+    "every", "max_in_flight", "anchor_first", "anchor_every", "anchor_share", "anchor_file_bytes", "absolute_only",
+    "on_restart",
+)  # fmt: skip
 _COUNT = struct.Struct("<I")
 _ROW = struct.Struct("<I16s")  # tensor, digest
 

@@ -34,6 +34,7 @@ from torch_delta.publish.coverage import Ownership
 from torch_delta.publish.keyvalue import await_value, delete_blob, forget_blob, put_blob
 from torch_delta.publish.pipeline import receipt_key
 from torch_delta.publish.progress import outcome_key
+from torch_delta.publish.pulse import Pulse
 from torch_delta.publish.records import Aborted, Committed, Receipt
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ class Committer:
         self.cadence = Cadence(config, sum(lineage.schema.tensors[t].nbytes for t in lineage.schema.data_indices))
         self._awaited: dict[tuple[int, int], Future[AnchorState]] = {}
         self._state_lock = threading.Lock()
+        self._is_fenced = False
+        self._pulse = Pulse(lineage.stream, lineage.version, lineage.parent_sha256, config.alive_s)
         self._untold: list[bytes] = []
         self._leftovers: list[tuple[int, int]] = []
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
@@ -125,6 +128,7 @@ class Committer:
             self._stopping.set()
         self._orders.put(None)
         self._thread.join(None if wait else _STOP_S)
+        self._pulse.stop(is_fenced=self._is_fenced)
 
     def _run(self) -> None:
         self._sweep()
@@ -290,7 +294,7 @@ class Committer:
         )
         # From here on the version exists: whatever goes wrong is no reason to tell anybody otherwise.
         try:
-            lineage.stream.write_head(version, sha256)
+            self._pulse.tell(version, sha256)
         except TorchDeltaError as error:
             _logger.warning("the head hint of version %d was not written, readers probe for it: %s", version, error)
         crashpoints.reach("publish.committed")
@@ -303,6 +307,7 @@ class Committer:
     def _abort(self, order: Order, error: TorchDeltaError) -> None:
         if not isinstance(error, PublishFailed | Fenced):
             error = _failed(order.version, {0: f"{type(error).__name__}: {error.message}"})
+        self._is_fenced = self._is_fenced or isinstance(error, Fenced)
         next_version = self.lineage.version + 1 + (self._pending is not None)
         last = order.version + self._config.max_in_flight
         self._leftovers += [(self._epoch, version) for version in range(order.version, last + 1)]

@@ -21,8 +21,9 @@ from torch_delta.format.streaminfo import BaseInfo, BaseKind, StreamInfo
 from torch_delta.publish.anchors import AnchorJob, AnchorState, write_anchor
 from torch_delta.publish.claims import add_up, make_claim, read_claim
 from torch_delta.publish.coverage import Ownership
+from torch_delta.publish.pulse import refuse_if_alive
 from torch_delta.publish.restart import differing, refuse, stand
-from torch_delta.stream.lineages import fork_root, open_sibling
+from torch_delta.stream.lineages import fork_root
 from torch_delta.stream.stream import Stream
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("torch_delta")
 _SHOWN = 8
+_NEAR = ("file:", "memory:")  # who reaches a stream there can be given the base in the same way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,8 @@ class Opening:
     stream_id: str
     version: int
     """Where the stream stands; 0 for a new one."""
+    wants_anchor: bool
+    """Whether that version gets an anchor now, because receivers have nothing else to start from."""
     num_elements: int
     full_bytes: int
     owned: Sequence[OwnedBox]
@@ -102,6 +106,7 @@ def open_lineage(job: AnchorJob) -> Opening:
         has_moved=bool(found["roots"]),
         stream_id=found["stream_id"],
         version=found["version"],
+        wants_anchor=found["wants_anchor"],
         num_elements=sum(spec.numel for spec in data),
         full_bytes=sum(spec.nbytes for spec in data),
         owned=owned,
@@ -114,7 +119,7 @@ def _moved(job: AnchorJob, roots: Sequence[str]) -> AnchorJob:
     """The job, in the store that lies at `roots`, one after the other, from its own."""
     store = job.store
     for number, root in enumerate(roots):
-        inner = open_sibling(store, root)
+        inner = store.sibling(root)
         if number:
             store.close()
         store = inner
@@ -132,6 +137,7 @@ class _Coordinator:
         self._digests: list[Digest] = []
         self._standing: Standing | None = None
         self._fork_root = ""
+        self._is_new = False  # created by this very writer
         self.ownership: Ownership | None = None
         self.lineage: Lineage | None = None
 
@@ -173,7 +179,7 @@ class _Coordinator:
             old_id = before.stream.load()[0].stream_id
             base = BaseInfo(kind="stream", name=old_id, revision=str(before.at.version), digests=digests)
         if before is not None:
-            self._stream = Stream(open_sibling(before.stream.store, self._fork_root))
+            self._stream = Stream(before.stream.store.sibling(self._fork_root))
         self._create(base)
         crashpoints.reach("publish.lineage_created")
         if before is not None:
@@ -195,13 +201,16 @@ class _Coordinator:
             info={"writer": "torch_delta"},
         )
         self._stream.create(info, self._schema)
+        self._is_new = True
 
     def _continue(self) -> bytes:
         config = self._job.config
         standing = stand(self._stream, self._schema, self._digests, config)
+        if not standing.is_head and config.on_restart == "refuse":
+            raise refuse(standing, self._schema, self._digests)
+        if not self._is_new and config.on_restart != "takeover":
+            refuse_if_alive(standing.stream)
         if not standing.is_head:
-            if config.on_restart == "refuse":
-                raise refuse(standing, self._schema, self._digests)
             self._standing = standing
             self._fork_root = fork_root(standing.stream.store.url)
             return json.dumps({"starts_at_anchor": True, "roots": [*standing.roots, self._fork_root]}).encode()
@@ -212,8 +221,16 @@ class _Coordinator:
                 "roots": standing.roots if self._standing is None else [self._fork_root],
                 "stream_id": self.lineage.stream_id,
                 "version": self.lineage.version,
+                "wants_anchor": self._wants_anchor(self.lineage.stream),
             }
         ).encode()
+
+    def _wants_anchor(self, stream: Stream) -> bool:
+        wanted = self._job.config.anchor_first
+        if wanted is None:
+            is_near = stream.store.url.startswith(_NEAR)
+            wanted = stream.load()[0].base.kind == "local" and not is_near
+        return wanted and not stream.anchors()
 
 
 def _refuse_other_settings(claims: Sequence[Claim]) -> None:

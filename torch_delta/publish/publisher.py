@@ -81,6 +81,8 @@ class Publisher:
         self._anchored = 0  # the newest version that got one
         self._anchor_from: int | None = None  # the coordinator found one due: from this version on
         self._unhook: Callable[[], None] = lambda: None
+        if opening.wants_anchor:
+            self._anchoring.submit(opening.version, job.source, self._newest_state())
         if isinstance(job.source, StepSource):
             self._clock.is_stepped = True
             self._unhook = job.source.on_step(self._after_step)
@@ -148,15 +150,19 @@ class Publisher:
         """
         self._check_open()
         self._settle(self._versions.newest, self._config.wait_timeout_s)
-        state: Future[AnchorState] | None = None
-        if self._committer is not None:
-            state = Future()
-            state.set_result(self._committer.state())
         try:
-            return self._anchoring.submit(self.version, self._source, state).result()
+            return self._anchoring.submit(self.version, self._source, self._newest_state()).result()
         except TorchDeltaError:
             self._anchoring.error = None  # told here and now
             raise
+
+    def _newest_state(self) -> Future[AnchorState] | None:
+        """On rank 0, while nothing is in flight: the newest version, as `Anchoring.submit` wants it."""
+        if self._committer is None:
+            return None
+        state: Future[AnchorState] = Future()
+        state.set_result(self._committer.state())
+        return state
 
     def request_anchor(self) -> None:
         """Let the next version have an anchor, written in the background. Called by every rank, at the same step."""

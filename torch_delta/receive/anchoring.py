@@ -17,6 +17,7 @@ from torch_delta.receive.diskio import local_io
 from torch_delta.receive.folder import SafetensorsFolder
 from torch_delta.receive.proofs import check_fit, check_rest, wrong_tensors
 from torch_delta.receive.weights import Weights
+from torch_delta.stream.reuse import Reuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -68,10 +69,16 @@ def upload_anchor(
         with Weights(folder, schema, writable=False) as weights, ThreadPoolExecutor(4) as pool:
             check_rest(path, state, wrong_tensors(weights, schema, state.digests, pool))
         nonce = new_nonce()
-        files = [
-            _upload(stream, path / name, anchor_file_key(state.version, nonce, name), on_bytes)
-            for name in sorted({*folder.files, *_small_files(path)})
-        ]
+        reuse = Reuse(stream, state.version, nonce)
+        names = (schema.tensors[index].name for index in schema.data_indices)
+        digests = dict(zip(names, state.digests, strict=True))
+        files = []
+        for name in sorted({*folder.files, *_small_files(path)}):
+            inside = {n: d for n, d in digests.items() if folder.tensors[n].file == name}
+            taken = reuse.weights(name, inside) if inside else _small(reuse, path / name)
+            if taken is not None:
+                on_bytes(taken.stored_bytes)
+            files.append(taken or _upload(stream, path / name, anchor_file_key(state.version, nonce, name), on_bytes))
     manifest = AnchorManifest(
         stream_id=info.stream_id,
         version=state.version,
@@ -106,6 +113,12 @@ def _small_files(path: Path) -> Iterator[str]:
             and entry.stat().st_size <= _MAX_SMALL_BYTES
         ):
             yield entry.name
+
+
+def _small(reuse: Reuse, path: Path) -> AnchorFile | None:
+    with local_io(path, "read a file of the anchor"):
+        data = path.read_bytes()
+    return reuse.small(path.name, len(data), hashlib.sha256(data).hexdigest())
 
 
 def _upload(stream: Stream, source: Path, key: str, on_bytes: Callable[[int], object]) -> AnchorFile:

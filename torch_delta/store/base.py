@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 from torch_delta.errors import ObjectExists, StoreError, StoreUnavailable
+from torch_delta.store.sibling import sibling_url
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -174,6 +175,44 @@ class Store(ABC):
         """
         del key
         return None
+
+    def copy(self, source: str, key: str) -> ObjectInfo | None:
+        """Create an object with the bytes of one that is there, inside the store: they do not pass through this host.
+
+        The two have lives of their own: deleting one does not touch the other, and the new one is as young as if it
+        had been put. As with streamed puts, `key` must carry a nonce: a backend may look first and copy without
+        exclusion.
+
+        Args:
+            source: name of the object to copy.
+            key: name of the new one.
+
+        Returns:
+            Facts of the new object, or None if this store cannot copy this one; then nothing happened.
+
+        Raises:
+            ObjectNotFound: there is no such source.
+            ObjectExists: the name is taken.
+            StoreUnavailable: no clear answer; `outcome` is ``"absent"`` or ``"unknown"``.
+        """
+        del source, key
+        return None
+
+    def sibling(self, root: str) -> Store:
+        """An open store beside this one, with the same settings; the caller closes it.
+
+        A store with settings that its URL does not tell (limits, a client of its own) overrides this.
+
+        Args:
+            root: keys joined by slashes, relative to the folder this store's root lies in.
+
+        Raises:
+            FormatError: `root` would lead out of that folder.
+            TorchDeltaError: this store lies in no folder: it is a whole bucket.
+        """
+        from torch_delta.store.url import open_store
+
+        return open_store(sibling_url(self.url, root))
 
     def sweep_temporary(self, *, older_than_s: float) -> int:
         """Remove what puts that never finished left behind, if it has not been touched for `older_than_s` seconds.

@@ -22,14 +22,14 @@ from torch_delta.store.hub_claims import CLAIMS, Claims
 from torch_delta.store.hub_config import HubConfig, hub_endpoint, parse_hub_url
 from torch_delta.store.hub_http import HubClient
 from torch_delta.store.hub_replies import HUB, HubTrouble
-from torch_delta.store.hub_xet import Transfers, check_hf_xet
+from torch_delta.store.hub_xet import Content, Transfers, check_hf_xet
 from torch_delta.store.keycheck import check_prefix, is_key, range_error, too_long
+from torch_delta.store.sibling import sibling_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from torch_delta.store.hub_replies import HubFile
-    from torch_delta.store.hub_xet import Content
 
 T = TypeVar("T")
 _PIECE_BYTES = 1 << 20
@@ -129,6 +129,18 @@ class HubStore(Store):
         if self._claims.look(call) is not None:
             raise call.exists()
         return _info(key, self._claims.put(call, content))
+
+    def copy(self, source: str, key: str) -> ObjectInfo:
+        """A second name for content that is stored once; not exclusive, and read back like any put."""
+        content = self._look(self._call("copy", source))
+        call = self._call("copy", key, unclear="absent")
+        if self._claims.look(call) is not None:
+            raise call.exists()
+        return _info(key, self._claims.put(call, Content(content.content, content.size_bytes)))
+
+    def sibling(self, root: str) -> HubStore:
+        """The same bucket, settings and endpoint; connections of its own."""
+        return HubStore(sibling_url(self.url, root), config=self._config)
 
     def put_hint(self, key: str, data: BytesLike) -> None:
         """Names new content, repeated until it is answered."""

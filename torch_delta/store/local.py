@@ -14,6 +14,7 @@ import os
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 from torch_delta.crashpoints import reach
 from torch_delta.errors import ObjectExists, ObjectNotFound
@@ -22,10 +23,13 @@ from torch_delta.store import posix
 from torch_delta.store.answers import reading, writing
 from torch_delta.store.base import BytesLike, Data, ObjectInfo, Store, views
 from torch_delta.store.keycheck import check_prefix, is_key, range_error, too_long
+from torch_delta.store.sibling import sibling_url
 from torch_delta.store.tree import Temporary, Tree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+_MOST_RACES = 100  # a copy that loses its directory to deletions so often in a row gives up
 
 
 class LocalStore(Store):
@@ -127,6 +131,31 @@ class LocalStore(Store):
                 self._tree.sync_directory(temporary.directory)
             reach("store.directory_synced")
         return ObjectInfo(key, size_bytes, modified_s)
+
+    def copy(self, source: str, key: str) -> ObjectInfo | None:
+        """A second link to the file, where the file system has links; objects never change, so sharing bytes is safe.
+
+        The time of a file is one for all its links, so the source becomes younger. It does so before the link is made:
+        at no moment is there a new object that retention takes for an old one.
+        """
+        for _ in range(_MOST_RACES):
+            self.stat(source)
+            with writing(self._root, key, "copy", "naming"):
+                try:
+                    made = self._tree.link_again(self._segments(source), self._segments(key))
+                except FileNotFoundError:
+                    continue  # a deletion removed the source, or a directory that it emptied: look again
+            if made is None:
+                return None
+            if not made:
+                raise ObjectExists(f"{self.url}: {key} exists already", key=key, url=self.url, operation="copy")
+            return self.stat(key)
+        with writing(self._root, key, "copy"):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
+
+    def sibling(self, root: str) -> LocalStore:
+        """A directory beside this one."""
+        return LocalStore(unquote(urlsplit(sibling_url(self.url, root)).path), fsync=self._tree.fsync)
 
     def put_hint(self, key: str, data: BytesLike) -> None:
         """Write a temporary file and rename it over the old one."""

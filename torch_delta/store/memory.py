@@ -11,6 +11,7 @@ from torch_delta.errors import ObjectExists, ObjectNotFound
 from torch_delta.format.keys import validate_key
 from torch_delta.store.base import BytesLike, Data, ObjectInfo, Store, views
 from torch_delta.store.keycheck import check_prefix, range_error, too_long
+from torch_delta.store.sibling import sibling_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +39,7 @@ class MemoryStore(Store):
 
     def __init__(self, name: str | None = None) -> None:
         self._name = name
+        self._beside: dict[str, _Shelf] = {}
         if name is None:
             self._shelf = _Shelf()
         else:
@@ -91,6 +93,22 @@ class MemoryStore(Store):
             now_s = time.time()
             self._shelf.objects[key] = (stored, now_s)
         return ObjectInfo(key, len(stored), now_s)
+
+    def copy(self, source: str, key: str) -> ObjectInfo:
+        """The same bytes under another name."""
+        validate_key(key)
+        data, _ = self._find(source, "copy")
+        return self.put_new(key, data)
+
+    def sibling(self, root: str) -> MemoryStore:
+        """A shelf beside this one; of a store without a name, one that only its siblings reach."""
+        name = sibling_url(self.url, root).removeprefix("memory://")
+        if self._name is not None:
+            return MemoryStore(name)
+        store = MemoryStore()
+        store._beside = self._beside
+        store._shelf = self._beside.setdefault(name, store._shelf)
+        return store
 
     def put_hint(self, key: str, data: BytesLike) -> None:
         """Replace an object."""

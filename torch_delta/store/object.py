@@ -20,6 +20,7 @@ from torch_delta.store.object_answers import OBSTORE
 from torch_delta.store.object_config import ObjectConfig, endpoint_of, make_client, parse_url
 from torch_delta.store.object_read import Reader
 from torch_delta.store.object_write import Writer
+from torch_delta.store.sibling import sibling_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -147,6 +148,16 @@ class ObjectStore(Store):
                 return self._writer.stream(call.again(), chain(head, cut))
         # The pieces may have taken long to come: the time for the request starts now.
         return self._writer.create(call.again(), b"".join(head))
+
+    def copy(self, source: str, key: str) -> ObjectInfo | None:
+        """One request that the service carries out; None for what it refuses to copy, such as 5 GB and more on S3."""
+        validate_key(source)
+        validate_key(key)
+        return self._writer.copy(self._call("copy", source), self._call("copy", key))
+
+    def sibling(self, root: str) -> ObjectStore:
+        """The same bucket and settings; clients of its own."""
+        return ObjectStore(sibling_url(self.url, root), config=self._config)
 
     def put_hint(self, key: str, data: BytesLike) -> None:
         """An unconditional put, repeated until it is answered."""

@@ -12,6 +12,7 @@ name could both pass the look; that is why `Store.put_new` demands a nonce in th
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from torch_delta.store.calls import Call
     from torch_delta.store.object_config import Client, ObjectConfig
     from torch_delta.store.object_read import Reader
+
+_NOT_THERE = Answer("unclear", "it was copied, and is not there", "Repeat", None)
 
 
 class Writer:
@@ -138,6 +141,52 @@ class Writer:
                 raise call.unavailable(answer, outcome="absent") from error
             return self._read_back(call, nonce, size_bytes, (error, answer))
         return self._read_back(call, nonce, size_bytes, None)
+
+    def copy(self, source: Call, call: Call) -> ObjectInfo | None:
+        """Have the service copy an object, metadata and so the nonce of its put included; repeated until it is there.
+
+        No service but Azure and Google offers a condition for it that all of them honour, so the name is looked up
+        first, and must be one that nobody else uses.
+
+        Args:
+            source: an operation on the object to copy.
+            call: the operation on the new name.
+
+        Returns:
+            Facts of the new object, or None if the service refuses.
+
+        Raises:
+            ObjectNotFound: there is no source.
+            ObjectExists: the name is taken.
+            StoreUnavailable: no clear answer.
+        """
+        import obstore
+
+        wanted, nonce = self._reader.look(source)
+        try:
+            self._reader.look(call)
+        except ObjectNotFound:
+            pass
+        else:
+            raise call.exists()
+        call = call.again()
+        call.outcome = "unknown"
+        while True:
+            call.start_attempt()
+            failure, answer = None, _NOT_THERE
+            try:
+                obstore.copy(self._conditional, source.key, call.key, overwrite=True)
+            except obstore_errors() as error:
+                failure, answer = error, understand(error)
+                if answer.kind == "absent":
+                    raise source.not_found() from error
+                if answer.kind != "unclear":
+                    return None
+            with contextlib.suppress(ObjectNotFound):
+                info, found = self._reader.look(call)
+                if info.size_bytes == wanted.size_bytes and found == nonce:
+                    return info
+            call.wait(failure, answer)
 
     def _read_back(
         self, call: Call, nonce: str, size_bytes: int, trouble: tuple[Exception, Answer] | None

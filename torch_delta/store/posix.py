@@ -137,6 +137,36 @@ def publish_new(temporary: str, name: str, directory: int) -> bool:
     return True
 
 
+def link_again(source: str, name: str, origin: int, directory: int) -> bool | None:
+    """Give a file a second name, and both the time of now.
+
+    Args:
+        source: the file's name in the directory `origin`.
+        name: the new one in `directory`.
+        origin: descriptor.
+        directory: descriptor.
+
+    Returns:
+        True if this call made the name, False if it was taken, None if this file cannot have a second one: no links
+        here, or not this user's file.
+
+    Raises:
+        OSError: no clear answer.
+    """
+    try:
+        os.utime(source, dir_fd=origin, follow_symlinks=False)
+        os.link(source, name, src_dir_fd=origin, dst_dir_fd=directory, follow_symlinks=False)
+    except FileExistsError:
+        # As in `publish_new`: on NFS the reply to our own link may be lost.
+        mine, there = (os.stat(n, dir_fd=d, follow_symlinks=False) for n, d in ((source, origin), (name, directory)))
+        return os.path.samestat(mine, there)
+    except OSError as error:
+        if error.errno in NO_LINKS | {errno.EACCES, errno.EXDEV}:
+            return None
+        raise
+    return True
+
+
 def _num_links(name: str, directory: int) -> int:
     return os.stat(name, dir_fd=directory, follow_symlinks=False).st_nlink
 

@@ -62,6 +62,22 @@ class Tree:
                 if not folders or num_left == 0:
                     raise
 
+    def link_again(self, source: Sequence[str], target: Sequence[str]) -> bool | None:
+        """Give a file below the root a second name, durably; see `posix.link_again`.
+
+        Raises:
+            FileNotFoundError: the source is gone, or a directory of the target was removed meanwhile.
+        """
+        directory = self._make_directories(target[:-1])
+        try:
+            with posix.open_below(self.root, source[:-1]) as origin:
+                made = posix.link_again(source[-1], target[-1], origin, directory)
+            if made:
+                self.sync_directory(directory)
+            return made
+        finally:
+            os.close(directory)
+
     def _make_directories(self, folders: Sequence[str]) -> int:
         """Open a directory below the root, making what is missing; every new entry is durable before it is used."""
         if ("",) not in self._durable:

@@ -100,11 +100,20 @@ def _has_expired(store: Store, item: ObjectInfo, claim: Claim) -> bool:
     """Whether the claim has lived its time, by the store's clock: the age of an object made for the purpose tells."""
     if item.modified_s is None:
         return False
+    now_s = store_now_s(store, claim.stream_id)
+    return now_s is not None and now_s - item.modified_s > claim.seconds
+
+
+def store_now_s(store: Store, stream_id: str) -> float | None:
+    """The time by the store's clock, from an object made for the purpose; None where it keeps no times.
+
+    Raises:
+        StoreUnavailable: no clear answer, or this process may not write.
+    """
     # A lease that holds nothing back and lives for a second, should this process die before it deletes it.
-    probe = Lease(nonce=new_nonce(), stream_id=claim.stream_id, version=MAX_INT, anchor=None, seconds=1)
+    probe = Lease(nonce=new_nonce(), stream_id=stream_id, version=MAX_INT, anchor=None, seconds=1)
     store.put_hint(probe.key, probe.to_bytes())
     try:
-        now_s = store.stat(probe.key).modified_s
+        return store.stat(probe.key).modified_s
     finally:
         store.delete(probe.key)
-    return now_s is not None and now_s - item.modified_s > claim.seconds

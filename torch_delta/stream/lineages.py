@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
-from torch_delta.errors import ChainError, ObjectNotFound, TorchDeltaError
-from torch_delta.format.keys import new_nonce, validate_key
-from torch_delta.store.url import open_store
+from torch_delta.errors import ChainError, ObjectNotFound
+from torch_delta.format.keys import new_nonce
 from torch_delta.stream.stream import Stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch_delta.format.head import Successor
-    from torch_delta.store.base import Store
 
 _MOST_LINEAGES = 1000
 _FORK_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _UNFIT = re.compile(r"[^a-z0-9._-]+")
 _NAME_BYTES = 100
-_FEWEST_SEGMENTS = {"file": 1, "memory": 1, "hf": 4}  # of a URL that lies in a folder; others: a bucket and a prefix
 
 
 class Lineage(NamedTuple):
@@ -46,39 +43,6 @@ class Lineage(NamedTuple):
         return None if self.via is None else self.via.root
 
 
-def sibling_url(url: str, root: str) -> str:
-    """The URL of a store beside another one.
-
-    Args:
-        url: of the other one, as `Store.url` has it.
-        root: keys joined by slashes, relative to the folder that the other one lies in.
-
-    Raises:
-        FormatError: `root` would lead out of that folder (rules K1 and N2).
-        TorchDeltaError: the other one does not lie in a folder: it is a whole bucket.
-    """
-    validate_key(root)
-    scheme, separator, path = url.partition("://")
-    path = path.rstrip("/")
-    parent, slash, _ = path.rpartition("/")
-    if not separator or path.strip("/").count("/") + 1 < _FEWEST_SEGMENTS.get(scheme, 2) or path in {"", "/"}:
-        raise TorchDeltaError(
-            f"{url} lies in no folder, so that nothing can lie beside it; give streams a URL below a bucket, such as "
-            f"{url.rstrip('/')}/run-1",
-            url=url,
-        )
-    return f"{scheme}://{parent}{slash}{quote(root) if scheme == 'file' else root}"
-
-
-def open_sibling(store: Store, root: str) -> Store:
-    """An open store beside another one, with the credentials that the environment gives; the caller closes it.
-
-    Raises:
-        TorchDeltaError: as `sibling_url`, or the store cannot be opened.
-    """
-    return open_store(sibling_url(store.url, root))
-
-
 def fork_root(url: str) -> str:
     """A new name beside the store at `url`, telling where it comes from."""
     name = unquote(url.rstrip("/").rpartition("/")[2]).lower()
@@ -93,7 +57,7 @@ def open_successor(stream: Stream, successor: Successor) -> Stream:
         ChainError: nothing lies there, or another stream does.
         StoreUnavailable: no clear answer.
     """
-    store = open_sibling(stream.store, successor.root)
+    store = stream.store.sibling(successor.root)
     found = Stream(store)
     try:
         _check_id(stream, successor, found.load()[0].stream_id)

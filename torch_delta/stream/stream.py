@@ -32,6 +32,7 @@ from torch_delta.stream.identity import Identity, create_identity, load_identity
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch_delta.format.head import Sign
     from torch_delta.format.schema import Schema
     from torch_delta.format.streaminfo import StreamInfo
     from torch_delta.store.base import Store
@@ -196,9 +197,16 @@ class Stream:
         reach("stream.commit_written")
         return self._remember(commit, sha256_hex(stored))
 
-    def write_head(self, version: int, commit_sha256: str) -> None:
-        """Leave the hint where the newest version is; losing it costs readers a listing and no more (rule H1)."""
-        head = Head(stream_id=self._load().info.stream_id, version=version, commit_sha256=commit_sha256)
+    def write_head(self, version: int, commit_sha256: str, sign: Sign | None = None) -> None:
+        """Leave the hint where the newest version is; losing it costs readers a listing and no more (rule H1).
+
+        Args:
+            version: the newest.
+            commit_sha256: of its commit; of ``stream.json`` for version 0.
+            sign: of life of the writer (rule H2), or None.
+        """
+        stream_id = self._load().info.stream_id
+        head = Head(stream_id=stream_id, version=version, commit_sha256=commit_sha256, sign=sign)
         self.store.put_hint(HEAD_KEY, head.to_bytes())
         reach("stream.head_written")
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Operation = Literal[
-    "get", "get_range", "stat", "open_local", "list", "put_new", "put_hint", "delete", "sweep_temporary", "*"
+    "get", "get_range", "stat", "open_local", "list", "put_new", "copy", "put_hint", "delete", "sweep_temporary", "*"
 ]
 
 
@@ -196,6 +196,14 @@ class FaultyStore(Store):
             if effect.cut_after_bytes is not None:
                 data = _cut(data, effect.cut_after_bytes)
         return _apply(effects, lambda: self.inner.put_new(key, data))
+
+    def copy(self, source: str, key: str) -> ObjectInfo | None:
+        """Faults: before and after; matched by the new name."""
+        return self._run("copy", key, lambda: self.inner.copy(source, key))
+
+    def sibling(self, root: str) -> Store:
+        """The inner store's, without faults."""
+        return self.inner.sibling(root)
 
     def put_hint(self, key: str, data: BytesLike) -> None:
         """Faults: before and after."""

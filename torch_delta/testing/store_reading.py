@@ -129,6 +129,8 @@ class ReadingTests(StoreHooks):
             lambda: store.create_or_same(key, b"hostile"),
             lambda: store.put_hint(key, b"hostile"),
             lambda: store.delete(key),
+            lambda: store.copy(key, PART) or store.stat(key),
+            lambda: store.copy(COMMIT, key) or store.stat(key),
         ):
             with pytest.raises(FormatError):
                 call()

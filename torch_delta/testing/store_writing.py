@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from torch_delta.errors import ObjectExists, ObjectNotFound
+from torch_delta.errors import FormatError, ObjectExists, ObjectNotFound
 from torch_delta.store.base import BytesLike, Created, ObjectInfo, Store
 from torch_delta.testing.faults import Fault, FaultyStore, fail_after
 from torch_delta.testing.store_hooks import COMMIT, PART, VERSION, StoreHooks
@@ -152,6 +152,62 @@ class WritingTests(StoreHooks):
         outcomes = self.race(lambda _: store.create_or_same(COMMIT, b"equal" * 1000))
         assert outcomes.count(Created.NEW) == 1, outcomes
         assert outcomes.count(Created.SAME) == self.num_racers - 1, outcomes
+
+    # Copying inside the store
+
+    def test_a_copy_is_an_object_of_its_own(self, store: Store) -> None:
+        source, key = f"anchors/{VERSION}-0123456789abcdef/a", f"anchors/{VERSION}-fedcba9876543210/b"
+        content = bytes(range(256)) * 1000
+        self.raw_put(store, source, content)
+        made = store.copy(source, key)
+        if made is None:
+            pytest.skip("this store cannot copy")
+        assert (made.key, made.size_bytes) == (key, len(content))
+        before, after = store.stat(source), store.stat(key)
+        if before.modified_s is not None and after.modified_s is not None:
+            assert after.modified_s >= before.modified_s  # never taken for old garbage
+        assert [info.key for info in store.list("anchors/")] == [source, key]
+        store.delete(source)
+        assert self.raw_get(store, source) is None
+        assert self.raw_get(store, key) == content
+        assert store.get(key) == content
+
+    def test_a_copy_of_what_was_put_through_the_store(self, store: Store) -> None:
+        source, key = f"anchors/{VERSION}-0123456789abcdef/a", f"anchors/{VERSION}-fedcba9876543210/a"
+        store.put_new(source, iter([b"ab", b"cd"]))
+        if store.copy(source, key) is None:
+            pytest.skip("this store cannot copy")
+        assert self.raw_get(store, key) == b"abcd"
+        with pytest.raises(ObjectExists):
+            store.put_new(key, b"other")
+
+    def test_a_copy_replaces_nothing_and_of_nothing_is_an_error(self, store: Store) -> None:
+        self.raw_put(store, PART, b"source")
+        self.raw_put(store, COMMIT, b"taken")
+        absent = f"parts/{VERSION}/absent"
+        if store.copy(PART, f"parts/{VERSION}/copy") is None:
+            pytest.skip("this store cannot copy")
+        with pytest.raises(ObjectExists):
+            store.copy(PART, COMMIT)
+        with pytest.raises(ObjectNotFound):
+            store.copy(absent, f"parts/{VERSION}/other")
+        assert self.raw_get(store, COMMIT) == b"taken"
+        assert self.raw_get(store, f"parts/{VERSION}/other") is None
+
+    # Siblings
+
+    def test_a_sibling_lies_beside_it(self, store: Store) -> None:
+        with store.sibling("beside-0a1b2c3d") as other:
+            other.put_new(COMMIT, b"theirs")
+            assert other.url.rpartition("/")[0] == store.url.rpartition("/")[0]
+            with pytest.raises(ObjectNotFound):
+                store.stat(COMMIT)
+            store.put_new(COMMIT, b"ours")
+            assert other.get(COMMIT) == b"theirs"
+            other.delete(COMMIT)
+        for root in ("../x", "/x", "", "a//b"):
+            with pytest.raises(FormatError):
+                store.sibling(root)
 
     # Hints
 

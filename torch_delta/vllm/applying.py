@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from torch_delta.format.digest import Digest
     from torch_delta.vllm.config import UpdateInfo
-    from torch_delta.vllm.host import Host, Snapshot
+    from torch_delta.vllm.host import Host
+    from torch_delta.vllm.host_records import Snapshot
     from torch_delta.vllm.ranks import Crew
     from torch_delta.vllm.records import Model
     from torch_delta.vllm.standing import Standing

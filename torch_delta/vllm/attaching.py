@@ -51,6 +51,12 @@ class Attached(NamedTuple):
     report: Mapping[str, float]
     verified: Mapping[str, Any] | None
 
+    def close(self) -> None:
+        """Let go of it all, where it is not wanted after all."""
+        self.host.close()
+        if self.live is not None:
+            self.live.close()
+
 
 class _Found(NamedTuple):
     """What one rank found when it compared its live values with the working copy."""
@@ -67,14 +73,26 @@ def attach(
     open_host: Callable[[Settings], Host],
     together: Together,
     cancelled: Callable[[], bool],
+    *,
+    followed: Mapping[str, Digest] | None = None,
 ) -> Attached:
     """Attach one rank; all ranks at once.
+
+    Args:
+        settings: of the engine.
+        model: of this rank.
+        open_host: opens the working copy.
+        together: the job, on all ranks.
+        cancelled: asked while weights are compared.
+        followed: digests of the live weights by name, where they came from a stream that this one continues (empty if
+            they are of no version); None at the start, when they are what vLLM loaded.
 
     Raises:
         TorchDeltaError: the store has no such stream or does not answer, the working copy cannot be opened, or the
             served weights are not the stream's.
     """
     opened: list[Host] = []
+    live: LiveLike | None = None
     started_s = time.perf_counter()
     try:
         together("attach", settings.timeout_s, lambda: opened.append(open_host(settings)))
@@ -83,13 +101,20 @@ def attach(
         live = None if settings.mode == "reload" else probe(host, model, settings, together)
         probed_s = time.perf_counter()
         found = _compare_all(host, live, settings, together, cancelled)
-        placed = _place(host, live, found, settings, together, loaded_served_files=model.loaded_served_files)
+        if followed is None:
+            placed = _place(host, live, found, settings, together, loaded_served_files=model.loaded_served_files)
+        else:
+            placed = _place_followed(host, live, found, followed, together)
         if placed.version is None and live is not None:
             # What differed was withdrawn, and may be right as soon as the weights are. Once more, for then.
-            placed = placed._replace(live=probe(host, model, settings, together), proved=False)
+            live.close()
+            live = probe(host, model, settings, together)
+            placed = placed._replace(live=live, proved=False)
     except BaseException:
         for host in opened:
             host.close()
+        if live is not None:
+            live.close()
         raise
     report = {
         "seconds": time.perf_counter() - started_s,
@@ -150,6 +175,24 @@ def _place(
         "replace all weights",
         tensors=names,
     )
+
+
+def _place_followed(
+    host: Host, live: LiveLike | None, found: list[_Found], followed: Mapping[str, Digest], together: Together
+) -> Attached:
+    """The same where the live weights came from a stream that this one continues: its version, or reloaded."""
+    mine = found[together.rank]
+    uncompared = host.schema.data_indices if live is None else live.unrouted
+    same = not any(one.differing for one in found) and all(
+        followed.get(host.schema.tensors[index].name) == mine.digests[index] for index in uncompared
+    )
+    if same:
+        return Attached(host, live, live is not None, mine.version, mine.digests, "", {}, _verified(host, live, mine))
+    reason = (
+        f"{host.settings.stream} goes on as stream {host.info.stream_id}, and this engine was not at the version it "
+        "goes on from; the next update reloads all weights"
+    )
+    return Attached(host, live, proved=False, version=None, digests={}, needs_reload=reason, report={}, verified=None)
 
 
 def _compare_all(

@@ -13,7 +13,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch_delta.errors import TorchDeltaError
+from torch_delta.errors import RequestRefused, TorchDeltaError
 from torch_delta.vllm.records import Failure, Phase
 
 if TYPE_CHECKING:
@@ -38,11 +38,13 @@ class Job:
         kind: of work; see `preparing`.
         target: version to prepare; None for the newest.
         timeout_s: deadline of a preparation; None for the engine's own.
+        asked: number of the request to prepare, the same on all ranks.
     """
 
     kind: Literal["attach", "prepare", "verify"]
     target: int | None = None
     timeout_s: float | None = None
+    asked: int = 0
 
 
 class Together:
@@ -151,6 +153,9 @@ class Background:
             except Exception as error:
                 if self.stopped.is_set():
                     return
+                if isinstance(error, RequestRefused) and self._standing.num_asked > job.asked > 0:
+                    logger.info("%s", error)  # a later request took its place, and its outcome is what counts
+                    continue
                 self._attach_again = job.kind == "attach"
                 attaching = job.kind == "prepare" and self._standing.host is None
                 failure = self._standing.fail("attach" if attaching else job.kind, error)

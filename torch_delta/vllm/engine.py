@@ -43,7 +43,6 @@ class TorchDeltaEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc, un
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        versions.spare_llvmlite()
         self.replica = Replica(
             crew_of(vllm_config),
             ServedModel(model, vllm_config, device),

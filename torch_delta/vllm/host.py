@@ -7,16 +7,18 @@ downloads and decodes while the others wait and find the work done.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from torch_delta.errors import BaseMismatch, ChainError, TorchDeltaError
+from torch_delta.errors import BaseMismatch, ChainError, RequestRefused, TorchDeltaError
 from torch_delta.receive import Follower, LocalCheckpoint
 from torch_delta.receive.base import resolve_base
 from torch_delta.receive.folder import SafetensorsFolder
 from torch_delta.receive.weights import Weights
 from torch_delta.store import retry
+from torch_delta.vllm.host_records import BringReport, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -27,45 +29,6 @@ if TYPE_CHECKING:
 
 _ANSWER_S = 10.0  # for a store's first answer: an attach that hangs tells nobody what is wrong
 _RETRY_S = 30.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Snapshot:
-    """The working copy, held still.
-
-    Attributes:
-        version: it is at.
-        digests: of every tensor with data, by schema index.
-        weights: its bits; valid while the snapshot is held.
-    """
-
-    version: int
-    digests: Mapping[int, Digest]
-    weights: Weights
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BringReport:
-    """What bringing the working copy to a version took; 0 where another process did it."""
-
-    version: int
-    """It is at now."""
-    num_versions: int
-    """Steps that were taken here."""
-    num_changed: int
-    """Elements they set."""
-    stored_bytes: int
-    """Fetched from the store."""
-    wait_s: float
-    """Seconds for other processes of this host."""
-    fetch_s: float
-    """Seconds of downloads."""
-    decode_s: float
-    """Seconds of checking and decoding."""
-    verify_s: float
-    """Seconds of digests of whole tensors."""
-    apply_s: float
-    """Seconds of writing the working copy."""
 
 
 class Host:
@@ -86,10 +49,13 @@ class Host:
         self.served = served
         self._consumer_id = consumer_id
         self._consumer: Consumer | None = None
-        self.follower = Follower(settings.stream, retry_s=min(_RETRY_S, settings.timeout_s))
-        self._watcher = Follower(self.follower.store, retry_s=settings.timeout_s)
+        self._lock = threading.Lock()
+        self._may_interrupt = self._interrupted = False
+        self.follower = self._new_follower()
+        self._watcher: Follower | None = None
+        self._closed = False
         try:
-            self.info, self.schema = retry(
+            retry(
                 self.follower.stream.load,
                 phase="read the stream",
                 peer=settings.stream,
@@ -98,8 +64,8 @@ class Host:
             settings.checkpoint.parent.mkdir(parents=True, exist_ok=True)
             self.checkpoint = LocalCheckpoint(settings.checkpoint, base=self._base(), timeout_s=settings.timeout_s)
             self._bind()
+            self.info, self.schema = self.follower.stream.load()
         except BaseException:
-            self._watcher.close()
             self.follower.close()
             raise
 
@@ -108,17 +74,21 @@ class Host:
         return folder if folder.is_dir() else self.settings.base
 
     def _bind(self) -> None:
-        """Prove that an unbound working copy is the stream's base, and make it version 0."""
+        """Prove that an unbound working copy is the stream's base, and make it version 0.
+
+        A copy that another process took over to a successor of the stream is followed there.
+        """
         bound = self.checkpoint.stream_id
-        if bound is None or self.checkpoint.damage:
+        expected = self.follower.info.stream_id
+        if bound != expected or self.checkpoint.damage:
             for _ in self.follower.apply_to(self.checkpoint, until=0 if bound is None else "head"):
                 pass
-        if self.checkpoint.stream_id != self.info.stream_id:
+        if self.checkpoint.stream_id != self.follower.info.stream_id:
             raise BaseMismatch(
                 f"{self.checkpoint.path} follows stream {self.checkpoint.stream_id}, {self.settings.stream} is stream "
-                f"{self.info.stream_id}; name another checkpoint folder in init_info, or remove this one",
+                f"{expected}; name another checkpoint folder in init_info, or remove this one",
                 path=str(self.checkpoint.path),
-                expected=self.info.stream_id,
+                expected=expected,
                 got=self.checkpoint.stream_id,
             )
 
@@ -131,20 +101,49 @@ class Host:
         assert version is not None, "bound when it was opened"
         return version
 
-    def bring(self, target: int | None, *, timeout_s: float) -> BringReport:
+    @property
+    def has_moved_on(self) -> bool:
+        """Whether the working copy follows another stream by now, one that continues this one; versions start anew."""
+        return self.checkpoint.stream_id != self.info.stream_id
+
+    def bring(
+        self, target: int | None, *, timeout_s: float, superseded: Callable[[], bool] = lambda: False
+    ) -> BringReport:
         """Bring the working copy to `target`, or to the newest version there is; at once if it is there or beyond.
+
+        A stream that a restarted trainer continues elsewhere is followed there; then `has_moved_on`, and the version is
+        the one that was reached when that was noticed.
+
+        Args:
+            target: None for the newest.
+            timeout_s: for everything.
+            superseded: whether a later request asks for another version; then one that is not published is not waited
+                for. Asked at the start and after `look_up`.
 
         Raises:
             TorchDeltaError: see `Follower.apply_to`; a version that is not published in time is `DeadlineExceeded`.
+            RequestRefused: superseded.
         """
         reports: list[ApplyReport] = []
-        if target is None or self.version < target:
-            until: int | Literal["head"] = "head" if target is None else target
-            try:
-                reports.extend(self.follower.apply_to(self.checkpoint, until=until, timeout_s=timeout_s))
-            except ChainError:
-                if target is None or self.version < target:
-                    raise  # else another engine moved on past the target between two looks
+        ends_s = time.monotonic() + timeout_s
+        while not self.has_moved_on and (target is None or self.version < target or self._goes_on()):
+            goes_over = target is not None and self.version >= target  # to the stream that the target is of
+            until: int | Literal["head"] = "head" if target is None or goes_over else target
+            if target is not None and superseded() and not self._is_published(target):
+                raise RequestRefused(
+                    f"version {target} is not published yet, and a later request asked for another; ask for it again "
+                    "once it is",
+                    version=target,
+                )
+            left_s = max(0.0, ends_s - time.monotonic())
+            with self._interruptible(target is not None) as follower:
+                try:
+                    reports.extend(follower.apply_to(self.checkpoint, until=until, timeout_s=left_s))
+                except ChainError:
+                    if target is None or goes_over or self.version < target:
+                        raise  # else another engine moved on past the target between two looks
+            if target is None or goes_over or self._closed:
+                break
         return BringReport(
             version=self.version,
             num_versions=len(reports),
@@ -156,6 +155,42 @@ class Host:
             verify_s=sum(report.verify_s for report in reports),
             apply_s=sum(report.apply_s for report in reports),
         )
+
+    def look_up(self) -> None:
+        """Let `bring` ask whether it is superseded, after the step it is in; from any thread."""
+        with self._lock:
+            if self._may_interrupt:
+                self._interrupted = True
+                self.follower.stop()
+
+    @contextlib.contextmanager
+    def _interruptible(self, interruptible: bool) -> Iterator[Follower]:
+        with self._lock:
+            self._may_interrupt = interruptible
+        try:
+            yield self.follower
+        finally:
+            with self._lock:
+                self._may_interrupt = False
+                interrupted, self._interrupted = self._interrupted, False
+            if interrupted and not self._closed:  # a follower that was stopped stays so
+                self.follower.close()
+                self.follower = self._new_follower()
+
+    def _new_follower(self) -> Follower:
+        return Follower(self.settings.stream, retry_s=min(_RETRY_S, self.settings.timeout_s))
+
+    def _is_published(self, version: int) -> bool:
+        try:
+            return self.follower.head() >= version
+        except TorchDeltaError:
+            return False
+
+    def _goes_on(self) -> bool:
+        """Whether the stream ended, so that a version that the working copy seems to be beyond is its successor's."""
+        with contextlib.suppress(TorchDeltaError):  # then the older version is refused where it is asked for
+            return self.follower.stream.successor() is not None
+        return False
 
     def patches(self, start: int, target: int) -> list[Patch]:
         """The patches from version `start` to `target`, in order.
@@ -180,8 +215,11 @@ class Host:
 
     def watch(self, on_version: Callable[[int], object]) -> None:
         """Follow the stream until `close`, in a thread of its own; tells each version that the working copy reached."""
-        for report in self._watcher.apply_to(self.checkpoint):
-            on_version(report.version)
+        with Follower(self.settings.stream, retry_s=self.settings.timeout_s) as watcher:
+            self._watcher = watcher
+            if not self._closed:
+                for report in watcher.apply_to(self.checkpoint):
+                    on_version(report.version)
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -237,10 +275,18 @@ class Host:
         """Of the stream's base, by schema index."""
         return dict(zip(self.schema.data_indices, self.info.base.digests, strict=True))
 
+    def release(self) -> None:
+        """Keep no patches for this rank any more; another `Host` of it may."""
+        consumer, self._consumer = self._consumer, None
+        if consumer is not None:
+            consumer.close()
+
     def close(self) -> None:
         """Let go of everything; the working copy stays."""
-        if self._consumer is not None:
-            self._consumer.close()
-        self._watcher.stop()
+        self.release()
+        self._closed = True
+        watcher = self._watcher
+        if watcher is not None:
+            watcher.stop()
         self.follower.close()
         self.checkpoint.close()

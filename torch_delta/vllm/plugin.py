@@ -11,7 +11,9 @@ import logging
 import os
 from typing import Any
 
-from torch_delta.vllm import supervisor, versions, worker
+from torch_delta.errors import TorchDeltaError
+from torch_delta.vllm import supervisor, versions
+from torch_delta.vllm import worker as methods
 
 logger = logging.getLogger("torch_delta")
 
@@ -26,12 +28,10 @@ def register() -> None:
         _register_refusal(reason)
         return
     versions.register_engine("torch_delta.vllm.engine", "TorchDeltaEngine")
-    versions.graft(worker.METHODS)
-    versions.watch_weights(worker.weights_lost, worker.sleeps, worker.wakes)
+    versions.graft(methods.METHODS)
+    versions.watch_weights(methods.weights_lost, methods.sleeps, methods.wakes)
+    versions.watch_workers(_worker_starts)
     versions.wrap_collective_rpc(_around)
-    from torch_delta.vllm.unpacked import keep_unpacked
-
-    keep_unpacked()
 
 
 def _register_refusal(reason: str) -> None:
@@ -40,6 +40,26 @@ def _register_refusal(reason: str) -> None:
         versions.register_engine("torch_delta.vllm.refused", "RefusedEngine")
     except (ImportError, AttributeError):
         logger.warning("%s", reason)  # so old or new that it has no such registry; then nobody can select us
+
+
+def _worker_starts(worker: Any) -> None:
+    """Before a worker builds its model; what is raised here ends the start of its engine.
+
+    Raises:
+        TorchDeltaError: the engine cannot be followed as it is configured, or not on this CPU.
+    """
+    if not versions.selected(worker.vllm_config):
+        return
+    versions.check_engine(worker.vllm_config)
+    from torch_delta.vllm import unpacked  # costs an import of vLLM's layers, which only workers need
+
+    unpacked.keep_unpacked()
+    problem = unpacked.problem()
+    if problem is not None:
+        raise TorchDeltaError(
+            f"{problem}, and packed weights cannot be updated in place. Use a vLLM that torch_delta was tested with "
+            "(docs/vllm.md), or serve on a GPU"
+        )
 
 
 def _around(core: Any, original: Any, method: Any, timeout: Any, arguments: tuple[Any, Any]) -> Any:

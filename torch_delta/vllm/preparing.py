@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from torch_delta.receive import Patch
     from torch_delta.vllm.background import Together
     from torch_delta.vllm.config import Settings
-    from torch_delta.vllm.host import BringReport, Host
+    from torch_delta.vllm.host import Host
+    from torch_delta.vllm.host_records import BringReport
     from torch_delta.vllm.records import Model
     from torch_delta.vllm.standing import Standing
 
@@ -30,6 +31,7 @@ logger = logging.getLogger("torch_delta")
 _EPOCH_S = 30.0  # an init request reaches all ranks within a forward pass of each other
 _LOOK_EVERY_S = 0.02
 _WATCH_AGAIN_S = 5.0
+_MOST_SUCCESSORS = 5  # that a stream goes over to while one version is prepared
 
 
 class _View(NamedTuple):
@@ -40,12 +42,14 @@ class _View(NamedTuple):
         start: version of the live weights.
         broken: why only a reload leads on; empty when writes may.
         num_applies: updates begun so far.
+        has_moved_on: the working copy is of a successor of the stream.
     """
 
     report: BringReport
     start: int | None
     broken: str
     num_applies: int
+    has_moved_on: bool
 
 
 class Preparer:
@@ -92,7 +96,12 @@ class Preparer:
             self._standing.working(job.target, "attach")
             self._attach(settings, together)
         if job.kind == "prepare":
-            self._prepare(job.target, settings.timeout_s if job.timeout_s is None else job.timeout_s, together)
+            timeout_s = settings.timeout_s if job.timeout_s is None else job.timeout_s
+            for _ in range(_MOST_SUCCESSORS):
+                if self._prepare(job, timeout_s, together):
+                    return
+                self._standing.working(job.target, "attach")
+                self._attach(settings, together)
 
     def _agree_on_epoch(self, together: Together) -> tuple[Settings, bool]:
         """The settings, and whether this engine is attached, once every rank has heard of the same init requests."""
@@ -128,20 +137,19 @@ class Preparer:
     # -- attach -----------------------------------------------------------------------------------------------------
 
     def _attach(self, settings: Settings, together: Together) -> None:
+        """Attach, or attach again where the working copy went over to a successor of the stream."""
         standing = self._standing
-        epoch = standing.epoch
-        self._need_awake_everywhere(settings, together)
-        found = attach(settings, self._model, self._open_host, together, self._cancelled)
         with standing.lock:
-            current = standing.epoch == epoch
-            if current:
-                standing.host, standing.live, standing.proved = found.host, found.live, found.proved
-                standing.version, standing.digests = found.version, found.digests
-                standing.needs_reload = found.needs_reload
-                standing.verified_full = dict(found.verified) if found.verified is not None else None
-                standing.reports["last_attach"] = dict(found.report)
-        if not current:
-            found.host.close()  # another init request came meanwhile; its job is next
+            epoch, before = standing.epoch, standing.host
+            followed = None
+            if before is not None:
+                followed = {before.schema.tensors[index].name: digest for index, digest in standing.digests.items()}
+        if before is not None:
+            before.release()  # its patches are gone, and this rank consumes under one name
+        self._need_awake_everywhere(settings, together)
+        found = attach(settings, self._model, self._open_host, together, self._cancelled, followed=followed)
+        if not standing.adopt(found, epoch):
+            found.close()  # another init request came meanwhile; its job is next
             return
         if settings.auto_follow and together.rank == 0:
             threading.Thread(target=self._watch, args=(found.host,), name="torch-delta-follow", daemon=True).start()
@@ -160,8 +168,9 @@ class Preparer:
 
     # -- prepare ----------------------------------------------------------------------------------------------------
 
-    def _prepare(self, target: int | None, timeout_s: float, together: Together) -> None:
-        standing = self._standing
+    def _prepare(self, job: Job, timeout_s: float, together: Together) -> bool:
+        """Make a version ready to apply; False if the engine has to be attached to a successor of the stream first."""
+        standing, target = self._standing, job.target
         with standing.lock:
             host, epoch = standing.host, standing.epoch
         started_s = time.perf_counter()
@@ -170,21 +179,23 @@ class Preparer:
         def bring() -> _View:
             if host is None:
                 raise ChainError("an init request came between; prepare again")
-            report = host.bring(target, timeout_s=timeout_s)
+            report = host.bring(target, timeout_s=timeout_s, superseded=lambda: standing.num_asked > job.asked > 0)
             with standing.lock:
                 routed = standing.live is not None
                 broken = standing.broken or ("" if routed else "mode is reload")
-                return _View(report, standing.version, broken, standing.num_applies)
+                return _View(report, standing.version, broken, standing.num_applies, host.has_moved_on)
 
         views: list[_View] = together("prepare", timeout_s, bring)
         assert host is not None, "its absence fails on every rank"
+        if any(view.has_moved_on for view in views):
+            return False
         version = target if target is not None else max(view.report.version for view in views)
         fetched_s = time.perf_counter()
         standing.working(version, "plan")
         broken = next((view.broken for view in views if view.broken), "")
         start = views[together.rank].start
         if not broken and start is not None and all(view.start == start for view in views) and version <= start:
-            return
+            return True
         if not broken and any(view.start != start or start is None for view in views):
             broken = "the ranks of this engine are at different versions"
         prepared = self._plan(host, views[together.rank], version, timeout_s, together, broken=broken)
@@ -197,6 +208,7 @@ class Preparer:
         standing.reports["last_prepare"] = _report(
             version, views[together.rank].report, prepared, started_s=started_s, fetched_s=fetched_s
         )
+        return True
 
     def _plan(
         self,

@@ -71,6 +71,9 @@ class LiveLike(Protocol):
     def forget(self) -> None:
         """Outstanding plans are stale."""
 
+    def close(self) -> None:
+        """End its threads. Idempotent."""
+
 
 class Model(Protocol):
     """The served model of one rank: what only vLLM can do.

@@ -12,29 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_delta.vllm import versions
+from torch_delta.vllm.routing.dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     import numpy as np
-
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-}
 
 
 def reload_layerwise(
@@ -80,4 +63,4 @@ def _as_torch(
     tensors: Iterable[tuple[str, np.ndarray[Any, Any], str]], device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, bits, dtype in tensors:
-        yield name, torch.from_numpy(bits).view(_DTYPES[dtype]).to(device)
+        yield name, torch.from_numpy(bits).view(TORCH_DTYPES[dtype]).to(device)

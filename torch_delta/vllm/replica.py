@@ -136,7 +136,11 @@ class Replica:
         except TorchDeltaError as error:
             return {"accepted": False, "error": Failure.of("prepare", error).to_json()}
         self.standing.clear("attach", "prepare")
-        self._background.submit(Job("prepare", info.version, info.timeout_s))
+        self.standing.num_asked += 1
+        self._background.submit(Job("prepare", info.version, info.timeout_s, self.standing.num_asked))
+        host = self.standing.host
+        if host is not None:
+            host.look_up()
         return {"accepted": True, "target": info.version}
 
     def verify(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch_delta.format.digest import Digest
+    from torch_delta.vllm.attaching import Attached
     from torch_delta.vllm.config import Settings
     from torch_delta.vllm.host import Host
     from torch_delta.vllm.records import LiveLike
@@ -53,6 +54,7 @@ class Standing:
         prepared: by version, what can be applied now.
         epoch: counts init requests that started over; work of an older epoch is dropped.
         num_applies: counts updates that were begun; what was read from live weights across one is not to be trusted.
+        num_asked: counts requests to prepare; an older one stops waiting for a version that is not published.
         session: an update session is open.
         failed_update: the open session's update failed.
         outcome: how the last init, start, update or finish went; None for well.
@@ -75,6 +77,7 @@ class Standing:
         self.prepared: dict[int, Prepared] = {}
         self.epoch = 0
         self.num_applies = 0
+        self.num_asked = 0
         self.session = False
         self.failed_update = False
         self.outcome: Failure | None = None
@@ -89,7 +92,8 @@ class Standing:
     def begin(self, settings: Settings | None) -> None:
         """Start over with other settings, or with none: nothing is known of the weights until attached again."""
         with self.lock:
-            host, self.host, self.live = self.host, None, None
+            host, self.host = self.host, None
+            live, self.live = self.live, None
             self.settings = settings
             self.proved = False
             self.version, self.digests = None, {}
@@ -99,6 +103,26 @@ class Standing:
             self._error = None
         if host is not None:
             host.close()
+        if live is not None:
+            live.close()
+
+    def adopt(self, found: Attached, epoch: int) -> bool:
+        """The engine is attached; False if another init request came meanwhile, and `found` is nobody's."""
+        with self.lock:
+            if epoch != self.epoch:
+                return False
+            host, live = self.host, self.live
+            self.host, self.live, self.proved = found.host, found.live, found.proved
+            self.version, self.digests = found.version, found.digests
+            self.needs_reload = found.needs_reload
+            self.prepared.clear()
+            self.verified_full = dict(found.verified) if found.verified is not None else None
+            self.reports["last_attach"] = dict(found.report)
+        if host is not None:
+            host.close()
+        if live is not None:
+            live.close()
+        return True
 
     def advance(self, version: int, digests: Mapping[int, Digest]) -> None:
         """The live weights are proved to be `version` now."""

@@ -90,7 +90,8 @@ def _check_order(method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *,
 
 def _finished(call: Call, core: Core, outcomes: Sequence[Mapping[str, Any]]) -> None:
     try:
-        dropped = core.reset_caches()
+        # A framework that resets the cache itself, or was told not to, says so with every outcome.
+        dropped = all(outcome.get("keeps_cache") for outcome in outcomes) or core.reset_caches()
         reason = "the reset was refused"
     except Exception as error:
         dropped, reason = False, str(error)

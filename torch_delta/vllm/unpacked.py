@@ -17,6 +17,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from torch_delta.errors import TorchDeltaError
+from torch_delta.vllm import versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,8 +35,7 @@ def backend_selected() -> bool:
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
-    chosen = None if config is None else config.weight_transfer_config
-    return chosen is not None and chosen.backend == "torch_delta"
+    return config is not None and versions.selected(config)
 
 
 def keep_unpacked(when: Callable[[], bool] = backend_selected) -> bool:

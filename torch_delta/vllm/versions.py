@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 OLDEST = (0, 30)
 NEWEST = (0, 33)
 _VERSION = re.compile(r"(\d+)\.(\d+)")
+_ours = {BACKEND}
 
 
 class Reliance(NamedTuple):
@@ -133,10 +134,15 @@ def check_supported(version: str | None = None) -> None:
         raise TorchDeltaError(reason, got=version)
 
 
+def look_after(backend: str) -> None:
+    """Count another backend name as ours in this process: a framework's, whose engine is one around `Replica`."""
+    _ours.add(backend)
+
+
 def selected(vllm_config: Any) -> bool:
     """Whether an engine with this configuration uses our backend."""
     config = getattr(vllm_config, "weight_transfer_config", None)
-    return config is not None and config.backend == BACKEND
+    return config is not None and config.backend in _ours
 
 
 # -- what the plugin puts into vLLM, when it is loaded and never later -------------------------------------------------
@@ -154,6 +160,50 @@ def graft(methods: dict[str, Callable[..., Any]]) -> None:
     worker = importlib.import_module("vllm.v1.worker.worker_base").WorkerBase
     for name, method in methods.items():
         setattr(worker, name, method)
+
+
+def watch_workers(on_start: Callable[[Any], None]) -> None:
+    """Hear of every worker of this process, whatever its backend, before it builds anything.
+
+    Args:
+        on_start: given the worker, which knows its ``vllm_config`` and nothing else; what it raises ends the start.
+    """
+    module = importlib.import_module("vllm.v1.worker.worker_base")
+    original = module.WorkerBase.__init__
+    if hasattr(original, "torch_delta"):
+        return
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        on_start(self)
+
+    init.torch_delta = True  # type: ignore[attr-defined]
+    module.WorkerBase.__init__ = init
+    init_worker = getattr(getattr(module, "WorkerWrapperBase", None), "init_worker", None)
+    if init_worker is not None:
+
+        @functools.wraps(init_worker)
+        def spared(self: Any, *args: Any, **kwargs: Any) -> Any:
+            _spare_llvmlite()
+            return init_worker(self, *args, **kwargs)
+
+        module.WorkerWrapperBase.init_worker = spared
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Refuse what an engine with our backend cannot be.
+
+    Raises:
+        TorchDeltaError: names the option.
+    """
+    if getattr(vllm_config.parallel_config, "enable_eplb", False):
+        raise TorchDeltaError(
+            "expert load balancing (enable_eplb) moves experts while the engine runs: no checkpoint element keeps its "
+            "place, and a reload would put experts where they were at the start. Start without it, or without the "
+            "torch_delta backend",
+            option="enable_eplb",
+        )
 
 
 def wrap_collective_rpc(around: Callable[..., Any]) -> None:
@@ -242,11 +292,11 @@ def prefixed_store(prefix: str) -> Any:
     return distributed.PrefixStore(prefix, distributed.group.WORLD.get_group_store())
 
 
-def spare_llvmlite() -> None:
-    """Let a later engine of this process start although numba is loaded (0.32 on CPU, in process).
+def _spare_llvmlite() -> None:
+    """Let an engine of this process start although numba is loaded (0.32 on CPU, in process).
 
-    When it builds a model runner, vLLM asks every loaded module's values for ``vars()``, and llvmlite's library object
-    answers any name with a function.
+    Before it builds a worker, vLLM asks every loaded module's values for ``vars()``, and llvmlite's library
+    object answers any name with a function.
     """
     ffi = sys.modules.get("llvmlite.binding.ffi")
     table = getattr(getattr(ffi, "lib", None), "_fntab", None)

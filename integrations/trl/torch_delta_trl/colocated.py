@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_delta.errors import ApplyFailed
 from torch_delta.store.waiting import Backoff, poll
+from torch_delta.vllm.fleet.config import FleetConfig
 from torch_delta_trl.report import Delivery
 
 if TYPE_CHECKING:
@@ -26,18 +27,25 @@ class ColocatedReceiver:
         generation: TRL's; its `llm` was built with our backend (`torch_delta_trl.GRPOTrainer` does).
         stream: URL.
         init_info: further fields for the engine's initialisation.
-        timeout_s: for preparing one version.
+        config: its `prepare_timeout_s` and `mode` are used; None is the defaults.
     """
 
     on_every_rank = True
 
     def __init__(
-        self, generation: Any, stream: str, init_info: Mapping[str, object] | None, *, timeout_s: float = 600.0
+        self, generation: Any, stream: str, init_info: Mapping[str, object] | None, *, config: FleetConfig | None = None
     ) -> None:
-        self._llm = generation.llm
+        limits = config if config is not None else FleetConfig()
+        self._generation = generation
+        self._mode = limits.mode
         self._init_info = {**(init_info if init_info is not None else {}), "stream": stream}
         self._told = False
-        self.timeout_s = timeout_s
+        self.timeout_s = limits.prepare_timeout_s
+
+    @property
+    def asleep(self) -> bool:
+        """See `Receivers.asleep`."""
+        return bool(self._generation.enable_sleep_mode and self._generation._llm_weights_sleeping)
 
     def update(self, version: int, *, lost: bool = False) -> Delivery:
         """See `Receivers.update`. Nothing is paused: the trainer's own thread drives the engine."""
@@ -49,8 +57,8 @@ class ColocatedReceiver:
         prepared_s = time.perf_counter()
         if lost or any(worker["version"] != version for worker in self._status()):
             self._call("start_weight_update")
-            self._call("update_weights", {"version": version, "mode": "reload" if lost else "auto"})
-            self._call("finish_weight_update")
+            self._call("update_weights", {"version": version, "mode": "reload" if lost else self._mode})
+            self._call("finish_weight_update")  # which also forgets what was cached with older weights
         return Delivery(
             prepare_s=prepared_s - started_s,
             pause_s=time.perf_counter() - prepared_s,
@@ -89,7 +97,7 @@ class ColocatedReceiver:
         return self._call("torch_delta_status")
 
     def _call(self, method: str, *arguments: Mapping[str, object]) -> list[Any]:
-        replies: list[Any] = self._llm.collective_rpc(method, args=arguments)
+        replies: list[Any] = self._generation.llm.collective_rpc(method, args=arguments)
         return replies
 
 

@@ -56,6 +56,8 @@ def kind_of(trainer: Any) -> Kind:
             )
         _need(trainer, ("_metrics", "callback_handler", "vllm_generation", "_last_loaded_step"))
         _need(trainer.vllm_generation, ("sync_weights", "mode", "enable_sleep_mode"))
+        if trainer.vllm_generation.mode == "colocate":
+            _need(trainer.vllm_generation, ("llm", "_llm_weights_sleeping"))
         return "grpo"
     raise CaptureError(
         f"{type(trainer).__name__} is neither TRL's AsyncGRPOTrainer nor its GRPOTrainer; use torch_delta.attach in it "

@@ -18,9 +18,10 @@ import torch_delta
 from torch_delta.config import PublishConfig
 from torch_delta.errors import TorchDeltaError
 from torch_delta.publish.coordination import form_team
+from torch_delta.store.base import Store
 from torch_delta_trl.contract import kind_of, refuse_what_cannot_be_exact
 from torch_delta_trl.receivers import FleetReceivers, url_of
-from torch_delta_trl.report import Delivery, SyncReport
+from torch_delta_trl.report import STANDING, Delivery, SyncReport
 
 if TYPE_CHECKING:
     import os
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch_delta.capture.config import CaptureConfig
     from torch_delta.events import PublishReport
     from torch_delta.publish.coordination import Team
+    from torch_delta.vllm import Fleet
     from torch_delta.vllm.fleet.config import FleetConfig
     from torch_delta_trl.receivers import Receivers
 
@@ -46,20 +48,23 @@ class DeltaSync:
     of this run. Both are logged.
 
     Args:
-        stream: URL of the stream, as the trainer reaches it.
+        stream: URL of the stream, as the trainer reaches it; or an open `torch_delta.store.Store`, which is left open.
         base: checkpoint that the servers start from: folder or Hub id; None is the model the trainer was given.
         servers: URLs of the vLLM servers; None is the one the trainer was configured with.
         token: for the servers' Authorization header.
-        server_stream: URL of the stream as the servers reach it; None is `stream`.
+        server_stream: URL of the stream as the engines reach it; None is `stream`. Needed beside an open store.
         publish: how to publish; its `every` is not used, the trainer's own interval is.
         capture: see `torch_delta.attach`.
         fleet: deadlines, and what to do about failing servers.
         init_info: further fields for the servers' initialisation; see `torch_delta.vllm.Fleet`.
+
+    Raises:
+        ValueError: an open store without `server_stream`.
     """
 
     def __init__(
         self,
-        stream: str | os.PathLike[str],
+        stream: str | os.PathLike[str] | Store,
         *,
         base: str | os.PathLike[str] | None = None,
         servers: Sequence[str] | None = None,
@@ -70,11 +75,13 @@ class DeltaSync:
         fleet: FleetConfig | None = None,
         init_info: Mapping[str, object] | None = None,
     ) -> None:
-        self.stream = str(stream)
+        if isinstance(stream, Store) and server_stream is None:
+            raise ValueError("server_stream: an open store is known to this process alone; give the engines its URL")
+        self._root = stream
+        self.stream = server_stream if server_stream is not None else str(stream)
         self.base = None if base is None else str(base)
         self._servers = servers
         self._token = token
-        self._server_stream = server_stream
         self._publish = dataclasses.replace(publish if publish is not None else PublishConfig(), every=None)
         self._capture = capture
         self._fleet = fleet
@@ -83,6 +90,7 @@ class DeltaSync:
         self._publisher: Publisher | None = None
         self._receivers: Receivers | None = None
         self._team: Team | None = None
+        self._published_step: int | None = None
         self._synced_step: int | None = None
         self._last: SyncReport | None = None
 
@@ -90,6 +98,12 @@ class DeltaSync:
     def publisher(self) -> Publisher | None:
         """The publisher of this rank while training runs."""
         return self._publisher
+
+    @property
+    def fleet(self) -> Fleet | None:
+        """The servers, on rank 0 once training has begun: their status, adding and removing some. None if colocated."""
+        receivers = self._receivers
+        return receivers.fleet if isinstance(receivers, FleetReceivers) else None
 
     @property
     def last(self) -> SyncReport | None:
@@ -130,7 +144,8 @@ class DeltaSync:
     def begin(self) -> None:
         """Attach to the optimizer, and bring the engines to the stream's version. By the wired callback, every rank.
 
-        Costs the engines nothing if they serve the trainer's weights already.
+        Costs the engines nothing if they serve the trainer's weights already. An engine that sleeps now has no memory
+        to write to: the synchronisation that wakes it up delivers everything.
 
         Raises:
             BaseMismatch: the trainer's weights are not the base's, nor those at the head of the stream.
@@ -144,11 +159,17 @@ class DeltaSync:
         base = self.base if self.base is not None else model.config.name_or_path
         self._team = form_team()
         self._publisher = torch_delta.attach(
-            trainer.optimizer, model, self.stream, base=base, config=self._publish, capture=self._capture
+            trainer.optimizer, model, self._root, base=base, config=self._publish, capture=self._capture
         )
-        if self._receivers is None:
-            self._receivers = self._new_receivers()
-        self._deliver(None, time.perf_counter())
+        self._published_step = trainer.state.global_step
+        try:
+            if self._receivers is None:
+                self._receivers = self._new_receivers()
+            if not self._receivers.asleep:
+                self._deliver(None, time.perf_counter())
+        except BaseException:
+            self.end(clean=False)  # the trainer lets go on the main process only
+            raise
 
     def push(self) -> SyncReport:
         """Publish what the optimizer changed and bring the engines to it. By the wired callback, every rank.
@@ -157,11 +178,8 @@ class DeltaSync:
             PublishFailed: not committed; the next synchronisation covers the changes. On every rank.
             TorchDeltaError: committed, and the engines did not take it; they serve the old version. On every rank.
         """
-        publisher = self._publisher
-        if publisher is None:
-            raise ValueError("synchronisation before train(): the optimizer is not attached yet")
         started_s = time.perf_counter()
-        return self._deliver(publisher.wait(publisher.publish()), started_s)
+        return self._deliver(self._committed(), started_s)
 
     def sync(self, *, lost: bool = False) -> SyncReport:
         """Bring the engines to the live weights, publishing only if an optimizer step lies between. Every rank.
@@ -171,12 +189,12 @@ class DeltaSync:
         """
         if self._publisher is None:
             self.begin()
-        if self._synced_step != self._trainer.state.global_step:
-            return self.push()
-        if lost:
-            return self._deliver(None, time.perf_counter(), lost=True)
-        assert self._last is not None
-        return self._last
+        step = self._trainer.state.global_step
+        if self._synced_step == step and not lost:
+            assert self._last is not None
+            return self._last
+        started_s = time.perf_counter()
+        return self._deliver(self._committed() if self._published_step != step else None, started_s, lost=lost)
 
     def check_synced(self) -> None:
         """Before the trainer tells anybody of a new policy: refuse if it was not synchronised."""
@@ -193,19 +211,23 @@ class DeltaSync:
         """Let go of the optimizer. By the wired callback at the end of training, every rank; harmless twice.
 
         Args:
-            clean: wait for versions in flight; else stop at once.
+            clean: publish what the last synchronisation does not cover, and wait for it; else stop at once.
 
         Raises:
             PublishFailed: the last version was not committed.
         """
-        publisher, self._publisher = self._publisher, None
+        publisher = self._publisher
         if publisher is None:
             return
-        self._synced_step = None
-        if clean:
-            publisher.close()
-        else:
-            publisher.detach()
+        try:
+            if clean and self._published_step != self._trainer.state.global_step:
+                self._committed()  # so that the stream ends where training did, and a later run finds its place
+        finally:
+            self._publisher = self._published_step = self._synced_step = None
+            if clean:
+                publisher.close()
+            else:
+                publisher.detach()
 
     def close(self) -> None:
         """Stop at once and let go of servers; they go on serving."""
@@ -219,14 +241,23 @@ class DeltaSync:
         if kind_of(trainer) == "grpo" and trainer.vllm_generation.mode == "colocate":
             from torch_delta_trl.colocated import ColocatedReceiver
 
-            return ColocatedReceiver(trainer.vllm_generation, self.stream, self._init_info)
+            return ColocatedReceiver(trainer.vllm_generation, self.stream, self._init_info, config=self._fleet)
         return FleetReceivers(
             [url_of(trainer)] if self._servers is None else self._servers,
-            self._server_stream if self._server_stream is not None else self.stream,
+            self.stream,
             token=self._token,
             config=self._fleet,
             init_info=self._init_info,
         )
+
+    def _committed(self) -> PublishReport:
+        """Publish, and wait until every rank's part is in the stream."""
+        publisher = self._publisher
+        if publisher is None:
+            raise ValueError("synchronisation before train(): the optimizer is not attached yet")
+        report = publisher.wait(publisher.publish())
+        self._published_step = self._trainer.state.global_step
+        return report
 
     def _deliver(self, published: PublishReport | None, started_s: float, *, lost: bool = False) -> SyncReport:
         """Have the engines take the newest version; fail on all ranks or on none."""
@@ -266,5 +297,7 @@ class DeltaSync:
             return
         sink = self._trainer._metrics["train"]
         for name, value in report.metrics.items():
+            if name in STANDING:
+                sink[name].clear()  # the trainer logs means over its interval; of these only the newest means anything
             sink[name].append(value)
         logger.info("%s", report)

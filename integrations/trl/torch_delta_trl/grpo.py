@@ -24,12 +24,15 @@ BACKEND = "torch_delta"
 
 def wire(sync: DeltaSync, trainer: Any) -> None:
     """Attach at train begin, and take over `sync_weights`."""
+    from trl.generation import vllm_generation
+
     trainer.callback_handler.callbacks.insert(0, SyncCallback(sync))
     generation = trainer.vllm_generation
 
     def sync_weights() -> None:
         sleeping = generation.mode == "colocate" and generation.enable_sleep_mode and generation._llm_weights_sleeping
         if sleeping:
+            vllm_generation.empty_cache()  # the engine needs what the trainer's allocator holds back
             generation.llm.wake_up(tags=["weights"])
             generation._llm_weights_sleeping = False
         sync.sync(lost=sleeping)

@@ -22,6 +22,11 @@ class Receivers(Protocol):
     timeout_s: float
     """Longest an update can take by its own deadlines, seconds."""
 
+    @property
+    def asleep(self) -> bool:
+        """Whether the engines' weights have no memory now: nothing can be delivered."""
+        ...
+
     def update(self, version: int, *, lost: bool = False) -> Delivery:
         """Bring every engine to a committed version; returns when they serve it, and never leaves one paused.
 
@@ -43,6 +48,7 @@ class FleetReceivers:
     """vLLM servers behind HTTP, controlled from rank 0."""
 
     on_every_rank = False
+    asleep = False  # TRL puts engines of its own process to sleep, and no others
 
     def __init__(
         self,

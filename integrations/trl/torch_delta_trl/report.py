@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch_delta.events import PublishReport
 
+STANDING = frozenset(
+    f"delta/{name}" for name in ("version", "server_version", "staleness", "servers", "servers_behind")
+)
+"""Metrics that say how things stand, not what one synchronisation cost."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
