@@ -67,11 +67,6 @@ def test_every_generation_is_by_the_trainers_weights(
     assert [row["delta/version"] for row in rows] == [1, 2]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="an engine that applied another stream and is told to follow one that begins at its base says it is at "
-    "version 0 without reloading (torch_delta.vllm.attaching: loaded_served_files outlives the first update)",
-)
 def test_a_run_of_its_own_begins_at_the_base(model: Path, server: Server, shared: Path, tmp_path: Path) -> None:
     """The server served another run before, and is brought back to the base before anybody generates."""
     from tests.trl.trainers import async_trainer, grpo_trainer

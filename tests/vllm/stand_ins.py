@@ -165,7 +165,7 @@ class Toy:
         unroutable: by name, why a tensor has no route.
     """
 
-    loaded_served_files = True
+    holds_served_files = True
 
     def __init__(self, folder: Path, *, rank: int = 0, size: int = 1, unroutable: dict[str, str] | None = None) -> None:
         self.rank, self.size = rank, size

@@ -308,7 +308,7 @@ def test_weights_that_the_backend_changes_take_the_reload_path(rig: Rig) -> None
 def test_made_up_weights_are_never_taken_for_the_base(rig: Rig) -> None:
     """F74: the served files are right, but vLLM did not read them."""
     replica, model = rig.start()
-    model.loaded_served_files = False
+    model.holds_served_files = False
     model.values["layers.0.scale"] ^= 1
     status = rig.attached(replica)
     assert (status["version"], status["ready"]) == (None, False)
@@ -316,6 +316,26 @@ def test_made_up_weights_are_never_taken_for_the_base(rig: Rig) -> None:
     assert update(replica, 0) is None
     assert rig.same(model, 0)
     assert replica.status()["ready"]
+
+
+@pytest.mark.parametrize("unroutable", [{}, {"layers.0.scale": "its loader computes with it"}])
+def test_weights_of_another_run_are_never_taken_for_the_base(rig: Rig, tmp_path: Path, unroutable: Any) -> None:
+    """A server that followed one stream and is told of another that begins at the files it was started from."""
+    replica, model = rig.start(unroutable=unroutable)
+    rig.attached(replica)
+    rig.versions.dense(1)
+    rig.prepared(replica)
+    assert update(replica, 1) is None
+    other = Versions(rig.base, str(tmp_path / "other"))
+    replica.init({"stream": other.url, "timeout_s": TIMEOUT_S})
+    status = settled(replica, lambda status: status["attached"] and status["stream"] == other.url)
+    assert (status["version"], status["ready"]) == (None, False)
+    assert "reloads all weights" in status["needs_reload"]
+    assert replica.prepare({"version": 0})["accepted"]
+    settled(replica, lambda status: status["prepared"] == 0)
+    assert update(replica, 0) is None
+    assert rig.same(model, 0)
+    assert (replica.status()["version"], replica.status()["ready"]) == (0, True)
 
 
 def test_lost_weights_are_reloaded_and_nothing_is_ready_before(rig: Rig) -> None:

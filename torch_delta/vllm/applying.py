@@ -179,6 +179,7 @@ class Applier:
         undo, failure = None, None
         started_s = time.perf_counter()
         try:
+            self._model.holds_served_files = False
             undo = live.write(prepared.plan)
             self._model.synchronize()
             reach("vllm.written")
@@ -230,6 +231,7 @@ class Applier:
                 if mixed is not None and snapshot.version == mixed.version:
                     some = mixed.plan.unrouted
                 reach("vllm.reload_begun")
+                self._model.holds_served_files = False
                 self._model.reload(tensors_of(snapshot.weights, some))
                 self._model.synchronize()
                 if self._standing.live is not None:

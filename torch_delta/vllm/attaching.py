@@ -1,9 +1,10 @@
 """Attaching an engine to a stream: the working copy, the routes, and which version the live weights are.
 
 Live values are compared with the working copy, tensor by tensor. If all are equal, its version is theirs. Otherwise it
-depends on the files that vLLM was started from. If they are the working copy's version, the tensors that differ are
-changed by their loader or by the backend, and take the reload path. If they are the base and the copy is further on,
-the engine joined late, and its first update reloads everything. Anything else is not this stream's weights: refused,
+depends on the files that vLLM was started from. If they are the working copy's version, and nothing was written into
+the live weights since, the tensors that differ are changed by their loader or by the backend, and take the reload path.
+If they are the base and the copy is further on, the engine joined late; if something was written, it followed another
+stream before: either way its first update reloads everything. Anything else is not this stream's weights: refused,
 unless a reload was asked for.
 """
 
@@ -102,7 +103,7 @@ def attach(
         probed_s = time.perf_counter()
         found = _compare_all(host, live, settings, together, cancelled)
         if followed is None:
-            placed = _place(host, live, found, settings, together, loaded_served_files=model.loaded_served_files)
+            placed = _place(host, live, found, settings, together, holds_served_files=model.holds_served_files)
         else:
             placed = _place_followed(host, live, found, followed, together)
         if placed.version is None and live is not None:
@@ -145,24 +146,24 @@ def _place(
     settings: Settings,
     together: Together,
     *,
-    loaded_served_files: bool,
+    holds_served_files: bool,
 ) -> Attached:
     """Say which version the live weights are; see the top of this file."""
     mine = found[together.rank]
     attached = Attached(host, live, live is not None, mine.version, mine.digests, "", {}, _verified(host, live, mine))
     differing = {index: reason for one in found for index, reason in one.differing.items()}
-    suspects = sorted(differing) or _uncompared(host, live, mine)
+    suspects = sorted(differing) or _uncompared(host, live, mine, holds_served_files=holds_served_files)
     if not suspects:
         return attached
     served = together("attach", settings.timeout_s, lambda: host.served_version(mine.digests, mine.version))[0]
-    if served == mine.version and loaded_served_files:
+    if served == mine.version and holds_served_files:
         if live is not None:
             live.withdraw(differing)
         return attached
     unknown = attached._replace(version=None, digests={}, proved=False, verified=None)
-    if served == 0 or host.serves_itself:
+    if served == 0 or host.serves_itself or (served is not None and not holds_served_files):
         return unknown._replace(
-            needs_reload=f"the server was not started from version {mine.version}, which this host is at; the next "
+            needs_reload=f"the live weights are not those of version {mine.version}, which this host is at; the next "
             "update reloads all weights"
         )
     if settings.mode == "reload":
@@ -226,11 +227,13 @@ def _compare_all(
     )
 
 
-def _uncompared(host: Host, live: LiveLike | None, found: _Found) -> list[int]:
+def _uncompared(host: Host, live: LiveLike | None, found: _Found, *, holds_served_files: bool) -> list[int]:
     """Tensors without a route that may be of another version than the working copy's."""
     base = host.base_digests()
     if live is None:
         return list(base)
+    if not holds_served_files:
+        return list(live.unrouted)
     return [index for index in live.unrouted if found.digests[index] != base[index]]
 
 

@@ -31,7 +31,7 @@ class ServedModel:
         self._model = model
         self._vllm_config = vllm_config
         self._device = device
-        self.loaded_served_files = vllm_config.load_config.load_format != "dummy"
+        self.holds_served_files = vllm_config.load_config.load_format != "dummy"
 
     def probe(self, schema: Schema) -> LiveModel:
         """Find the routes; writes nothing."""

@@ -79,10 +79,11 @@ class Model(Protocol):
     """The served model of one rank: what only vLLM can do.
 
     Attributes:
-        loaded_served_files: its weights were read from the served checkpoint (and not made up: dummy weights, F74).
+        holds_served_files: its weights are those of the served checkpoint: not made up (dummy weights, F74), and not
+            written to since. Cleared by whoever writes.
     """
 
-    loaded_served_files: bool
+    holds_served_files: bool
 
     def probe(self, schema: Any) -> Any:
         """Find out where each tensor of the schema goes; writes nothing. Any thread."""
