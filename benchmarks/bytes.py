@@ -1,6 +1,6 @@
 """Bytes per version of every encoding on recorded training steps, beside the information bound of the same steps.
 
-    python benchmarks/bytes.py                         # all traces of ../shared/traces
+    python benchmarks/bytes.py                         # all recorded traces
     python benchmarks/bytes.py --only qwen --json out.json
 
 The bound is per tensor: the adaptive (Krichevsky-Trofimov) code length of changed / unchanged given the old exponent,
