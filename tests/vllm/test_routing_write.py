@@ -475,6 +475,7 @@ def test_parts_that_overlap_without_being_the_same_are_not_routed() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
 def test_on_a_gpu(kind) -> None:
     base = {"q": random_bits((700, 600), seed=1), "v": random_bits((700, 600), seed=2)}
