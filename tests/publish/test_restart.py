@@ -205,6 +205,40 @@ def test_a_follower_that_waits_changes_over(tmp_path, base) -> None:
     assert follower.stream.store.url.endswith(lineages(tmp_path / "run")[1].name)
 
 
+def test_a_follower_hears_of_versions_that_another_one_reached_in_the_next_lineage(tmp_path, base) -> None:
+    """F107: one process of a host does the work, and all of them hear of it; version numbers may be the same again."""
+    train(tmp_path / "run", base, [1])
+    checkpoint = LocalCheckpoint(tmp_path / "place", base=base)
+    quick = {"poll_interval_s": 0.01, "most_poll_interval_s": 0.02}
+    with Follower(str(tmp_path / "run"), **quick) as watching, Follower(str(tmp_path / "run")) as working:
+        reports = watching.apply_to(checkpoint, timeout_s=30)
+        first = next(reports)
+        assert (first.kind, first.version) == ("delta", 1)
+        train(tmp_path / "run", base, [2], state=edited([7]))
+        new_id = reader.sealed(lineages(tmp_path / "run")[1] / "stream.json")["stream_id"]
+        assert [r.version for r in working.apply_to(checkpoint, until="head", timeout_s=30)] == [0, 1]
+        heard = next(reports)
+        assert (heard.kind, heard.version, heard.stream_id) == ("shared", 1, new_id)
+
+
+def test_a_follower_that_begins_late_hears_where_the_checkpoint_is(tmp_path, base) -> None:
+    train(tmp_path / "run", base, [1])
+    old_id = reader.sealed(tmp_path / "run" / "stream.json")["stream_id"]
+    checkpoint = LocalCheckpoint(tmp_path / "place", base=base)
+    with Follower(str(tmp_path / "run")) as follower:
+        list(follower.apply_to(checkpoint, until="head"))
+    known = (old_id, 1)  # what somebody noted before the copy was moved on by another process
+    train(tmp_path / "run", base, [2], state=edited([7]))
+    new_id = reader.sealed(lineages(tmp_path / "run")[1] / "stream.json")["stream_id"]
+    with Follower(str(tmp_path / "run")) as follower:
+        list(follower.apply_to(checkpoint, until="head", timeout_s=30))
+    with Follower(str(tmp_path / "run")) as follower:
+        (heard,) = follower.apply_to(checkpoint, until="head", timeout_s=30, since=known)
+    assert (heard.kind, heard.from_version, heard.version, heard.stream_id) == ("shared", 1, 1, new_id)
+    with Follower(str(tmp_path / "run")) as follower:
+        assert list(follower.apply_to(checkpoint, until="head", timeout_s=30, since=(new_id, 1))) == []
+
+
 def test_several_lineages_later(tmp_path, base) -> None:
     train(tmp_path / "run", base, [1, 2])
     checkpoint = LocalCheckpoint(tmp_path / "place", base=base)

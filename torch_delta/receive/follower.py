@@ -118,6 +118,7 @@ class Follower:
         *,
         until: int | Literal["head"] | None = None,
         timeout_s: float | None = None,
+        since: tuple[str, int] | None = None,
     ) -> Iterator[ApplyReport]:
         """Bring a checkpoint to version after version; yields once it is proved to be at each.
 
@@ -135,6 +136,8 @@ class Follower:
                 time of the call. None goes on until `stop` is called.
             timeout_s: longest wait for the next version, for the stream to exist, and for another process; None waits
                 for ever for the first two and the checkpoint's own time for the last.
+            since: stream id and version that the caller last knew the checkpoint to be at; if it is elsewhere by now,
+                that is reported first. None begins with where it stands.
 
         Raises:
             BaseMismatch: the checkpoint is not the stream's base, or follows another stream; names the tensors.
@@ -148,15 +151,26 @@ class Follower:
         if not self._lookout.wait_for_stream(timeout_s):
             return
         self._find(checkpoint)
+        seen = since
         while not self._stop.is_set():
             try:
-                yield from self._apply_lineage(checkpoint, until, timeout_s)
+                yield from self._apply_lineage(checkpoint, until, timeout_s, seen)
             except StreamEnded as ended:
+                before = None if checkpoint.stream_id is None else (self.info.stream_id, ended.successor.version)
                 report = self._go_over(checkpoint, ended.successor, timeout_s)
+                seen = before if report is None else (report.stream_id, report.version)
                 if report is not None:
                     yield report
             else:
                 return
+
+    def _standing(self, checkpoint: LocalCheckpoint) -> tuple[str, int] | None:
+        """Where a checkpoint stands in the lineage that this follower is in, after following it there."""
+        version = self._lookout.standing(checkpoint)
+        if version is None and checkpoint.stream_id is not None:
+            self._find(checkpoint)  # another process of this host went over before us
+            version = self._lookout.standing(checkpoint)
+        return None if version is None else (self.info.stream_id, version)
 
     def _find(self, checkpoint: LocalCheckpoint) -> None:
         """Be in the lineage that the checkpoint follows, if that continues the one this follower is in."""
@@ -194,29 +208,32 @@ class Follower:
         return self._lookout.retry(change_over)
 
     def _apply_lineage(
-        self, checkpoint: LocalCheckpoint, until: int | Literal["head"] | None, timeout_s: float | None
+        self,
+        checkpoint: LocalCheckpoint,
+        until: int | Literal["head"] | None,
+        timeout_s: float | None,
+        seen: tuple[str, int] | None,
     ) -> Iterator[ApplyReport]:
-        seen = self._lookout.standing(checkpoint)
+        at = self._standing(checkpoint)
+        seen = at if seen is None else seen
         target = None if until == "head" else until
         if until == "head":
             newest = self._lookout.retry(self._lookout.newest)
             target = newest if self._lookout.end is None else None
-        if target is not None and seen is not None and seen > target:
+        if target is not None and at is not None and at[1] > target:
             raise ChainError(
-                f"{checkpoint.path} is at version {seen}, beyond {target}; versions are not taken back. Use an empty "
+                f"{checkpoint.path} is at version {at[1]}, beyond {target}; versions are not taken back. Use an empty "
                 "folder",
-                local_version=seen,
+                local_version=at[1],
                 target=target,
             )
         num_replans = 0
         while not self._stop.is_set():
-            now = self._lookout.standing(checkpoint)
-            if now is None and checkpoint.stream_id is not None:
-                self._find(checkpoint)  # another process of this host went over before us
-                now = self._lookout.standing(checkpoint)
-            if now is not None and seen is not None and now != seen:
-                yield shared(seen, now, self.info.stream_id)
-            seen = now if now is not None else seen
+            at = self._standing(checkpoint)
+            if at is not None and seen is not None and at != seen:
+                yield shared(seen[1], at[1], self.info.stream_id)
+            seen = at if at is not None else seen
+            now = None if at is None else at[1]
             is_there = target is not None and now is not None and now >= target
             if is_there and not self._advance.owes_proof(checkpoint):
                 return
@@ -238,7 +255,7 @@ class Follower:
                 continue
             num_replans = 0
             if report is not None:
-                seen = report.version
+                seen = (report.stream_id, report.version)
                 yield report
 
     # -- ending -----------------------------------------------------------------------------------------------------

@@ -214,11 +214,19 @@ class Host:
         return found
 
     def watch(self, on_version: Callable[[int], object]) -> None:
-        """Follow the stream until `close`, in a thread of its own; tells each version that the working copy reached."""
+        """Follow the stream until `close`, in a thread of its own.
+
+        Args:
+            on_version: is told where the working copy is, and then each version that it reaches, whoever brings it
+                there: other processes, and the thread of the `Host` before this one, may move it at any time.
+        """
         with Follower(self.settings.stream, retry_s=self.settings.timeout_s) as watcher:
             self._watcher = watcher
+            stream_id, version = self.checkpoint.stream_id, self.version
+            assert stream_id is not None, "bound when it was opened"
+            on_version(version)
             if not self._closed:
-                for report in watcher.apply_to(self.checkpoint):
+                for report in watcher.apply_to(self.checkpoint, since=(stream_id, version)):
                     on_version(report.version)
 
     # -- reading ----------------------------------------------------------------------------------------------------
