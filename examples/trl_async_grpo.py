@@ -13,7 +13,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from grpo.arguments import run, show
 from grpo.cpu import let_async_grpo_run
-from grpo.reward import prompts, vowels
+from grpo.reward import prompts
 from torch_delta_trl import AsyncGRPOTrainer, DeltaSync
 
 
@@ -41,7 +41,7 @@ def main() -> None:
             this.model,
             args=config,
             train_dataset=prompts(4096),
-            reward_funcs=vowels,
+            reward_funcs=this.reward,
             delta_sync=DeltaSync(this.stream, base=this.model),  # the one line
         )
         trainer.train()

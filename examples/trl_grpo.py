@@ -11,7 +11,7 @@ from __future__ import annotations
 from trl import GRPOConfig
 
 from grpo.arguments import run, show
-from grpo.reward import prompts, vowels
+from grpo.reward import prompts
 from torch_delta_trl import DeltaSync, GRPOTrainer
 
 
@@ -39,7 +39,7 @@ def main() -> None:
             this.model,
             args=config,
             train_dataset=prompts(4096),
-            reward_funcs=vowels,
+            reward_funcs=this.reward,
             delta_sync=DeltaSync(this.stream, base=this.model),  # the one line
         )
         trainer.train()

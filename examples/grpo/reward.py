@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
+from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
+
+from grpo.environment import score
 
 PROMPTS = ("say something", "and now", "tell me more", "once upon a time")
 
@@ -16,6 +21,28 @@ def prompts(num_prompts: int) -> Dataset:
 
 
 def vowels(completions: list[Any], **_: object) -> list[float]:
-    """Share of each completion's characters that are vowels, 0 to 1."""
-    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
-    return [sum(character in "aeiou" for character in text.lower()) / max(len(text), 1) for text in texts]
+    """Scored here."""
+    return [score(text) for text in texts(completions)]
+
+
+@dataclass(frozen=True)
+class Remote:
+    """Scored by an environment behind HTTP (`grpo/environment.py`). An object: TRL sends it to another process."""
+
+    url: str
+    timeout_s: float = 60.0
+    __name__ = "remote"  # under which TRL logs it
+
+    def __call__(self, completions: list[Any], **_: object) -> list[float]:
+        request = urllib.request.Request(
+            f"{self.url.rstrip('/')}/score",
+            data=json.dumps({"completions": texts(completions)}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
+            return [float(reward) for reward in json.load(answer)["rewards"]]
+
+
+def texts(completions: list[Any]) -> list[str]:
+    """What was said, of plain completions and of conversations."""
+    return [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]

@@ -124,3 +124,23 @@ def test_bytes_measures_every_encoding_against_the_bound(tmp_path: Path) -> None
     assert rows["packed small"]["total"] < rows["coo"]["total"]
     assert min(row["bound"] for row in rows.values()) > 0
     assert "| synthetic |" in run.stdout
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_trl_sync_measures_both_modes_each_way(tmp_path: Path) -> None:
+    for needed in ("trl", "vllm"):
+        pytest.importorskip(needed)
+    result, run = run_script(tmp_path, "trl_sync.py", "--small", "--rounds", "1", "--syncs", "2")
+    ours, dense = result["server"]["deltas"], result["server"]["everything"]
+    assert len(ours) == len(dense) == 2
+    for row in dense:
+        assert row["changed"] == 1.0  # whole tensors, whatever changed
+        assert row["stored_bytes"] > 0.9 * result["model_bytes"]
+    for row in ours + result["colocated"]["deltas"]:
+        assert 0 < row["changed"] < 0.5
+        assert 0 < row["stored_bytes"] < 0.5 * result["model_bytes"]
+    for row in [*ours, *dense, *result["colocated"]["deltas"], *result["colocated"]["TRL's own"]]:
+        assert 0 < row["pause_s"] <= row["sync_s"]
+    assert len(result["colocated"]["deltas"]) == len(result["colocated"]["TRL's own"]) == 2
+    assert run.stdout.count("| ours / theirs |") == 2

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests._accelerate import is_sharded, shard_on_cpus
 from tests.capture import oracle
 from tests.capture.models import Tiny, moe, tokens
 from torch_delta.capture import shards
@@ -224,6 +225,7 @@ def _with_accelerate(*, prepare_first):
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import FullyShardedDataParallelPlugin
 
+    shard_on_cpus()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True)
@@ -237,6 +239,7 @@ def _with_accelerate(*, prepare_first):
     model, wrapped = accelerator.prepare(inner, optimizer)
     if capture is None:
         capture = Capture(wrapped, model)
+    assert is_sharded(model)
     before = oracle.checkpoint(model)
     for step in range(4):
         with accelerator.accumulate(model):

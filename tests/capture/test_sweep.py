@@ -146,3 +146,35 @@ def test_work_may_bring_work(monkeypatch):
     with pytest.raises(ValueError, match="the second"):
         crew.share(fails, range(50))
     assert len(done) < 50
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_work_set_aside(monkeypatch, threads):
+    """All of it is done at `finish`; the first failure comes out there or at `add`, and nothing is begun after it."""
+    monkeypatch.setattr(crew, "num_threads", lambda: threads)
+    done = []
+    aside = crew.Aside(done.append)
+    for number in range(200):
+        aside.add(number)
+    aside.finish()
+    assert sorted(done) == list(range(200))
+
+    done.clear()
+
+    def fails(number):
+        if number == 3:
+            raise ValueError("the fourth")
+        done.append(number)
+
+    aside = crew.Aside(fails)
+
+    def bring_all():
+        for number in range(200):
+            aside.add(number)
+        aside.finish()
+
+    with pytest.raises(ValueError, match="the fourth"):
+        bring_all()
+    aside.stop()
+    assert 3 not in done
+    assert len(set(done)) == len(done) < 200

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from tests.codec.oracle import digest, flat_positions, random_bits
 from torch_delta.codec import digest as module
-from torch_delta.codec.digest import digest_array, digest_box, digest_delta, digest_run
-from torch_delta.codec.kernels import DIGEST_DELTA, DIGEST_ROWS
+from torch_delta.codec.digest import digest_array, digest_box, digest_changes, digest_delta, digest_run
+from torch_delta.codec.geometry import Layout
+from torch_delta.codec.kernels import DIGEST_CHANGES, DIGEST_DELTA, DIGEST_ROWS
 from torch_delta.format.box import Box
 from torch_delta.format.digest import ZERO, Digest, digest_words
 
@@ -219,3 +220,29 @@ def test_bad_arguments() -> None:
         digest_delta(np.arange(4), bits, bits.astype(np.uint32))
     with pytest.raises(ValueError, match="one length"):
         digest_delta(np.arange(3), bits, bits)
+
+
+@pytest.mark.parametrize("way", ["numpy", "compiled"])
+@pytest.mark.parametrize("width", WIDTHS)
+@given(
+    seed=st.integers(0, 99),
+    share=st.sampled_from([0.001, 0.1, 1.0]),
+    whole_rows=st.booleans(),
+    kind=st.sampled_from(["uint32", "int64"]),
+)
+def test_changes_of_a_box_before_and_after(
+    way: str, width: int, seed: int, share: float, whole_rows: bool, kind: str
+) -> None:
+    rng = np.random.default_rng(seed)
+    full = (int(rng.integers(4, 40)), int(rng.integers(5, 400)))
+    box = Box((2, 0 if whole_rows else 3), (full[0] - 3, full[1] if whole_rows else full[1] - 4))
+    index = np.flatnonzero(rng.random(box.numel) < share).astype(kind)
+    old, new = (random_bits(rng, (index.size,), width) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        for kernel in (DIGEST_DELTA, *DIGEST_CHANGES.values()):
+            chosen = kernel.compile() if way == "compiled" else None
+            patch.setattr(kernel, "get", lambda _, chosen=chosen: chosen)
+        got = digest_changes(Layout.of(box, full), index, old, new)
+    positions = flat_positions(box, full)
+    places = [positions[at] for at in index.tolist()]
+    assert got == tuple(digest(dict(zip(places, bits.tolist(), strict=True)), width) for bits in (old, new))

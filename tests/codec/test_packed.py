@@ -18,7 +18,7 @@ from torch_delta.codec.change import Change, diff
 from torch_delta.codec.decode import decode_frame
 from torch_delta.codec.encode import encode_changes
 from torch_delta.codec.encodings.packed import Packed
-from torch_delta.codec.packed import kernels, kernels_boundary, kernels_streams
+from torch_delta.codec.packed import kernels, kernels_boundary, kernels_gather, kernels_streams
 from torch_delta.codec.packed.classes import NO_CLASSES, exponent_of, fixed_log2
 from torch_delta.codec.packed.pieces import pieces
 from torch_delta.codec.packed.reduced import reduce_change
@@ -35,8 +35,9 @@ ALL_KERNELS = [
     *kernels_boundary.BOUNDARY.values(),
     *kernels.RANK.values(),
     *kernels.LOCATE.values(),
+    *kernels.LOCATE_FLAT.values(),
     *kernels_streams.EMIT.values(),
-    *kernels_streams.GATHER.values(),
+    *kernels_gather.GATHER.values(),
 ]
 
 

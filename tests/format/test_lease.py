@@ -1,4 +1,4 @@
-"""Successors, leases and claims: the bytes in the document are what the package writes, and what it reads."""
+"""Successors, leases, claims and forks: the bytes in the document are what the package writes, and what it reads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from torch_delta.format.fork import ForkNote
 from torch_delta.format.head import Successor
-from torch_delta.format.keys import claim_key, lease_key, parse_claim_key, parse_lease_key
+from torch_delta.format.keys import claim_key, fork_key, lease_key, parse_claim_key, parse_fork_key, parse_lease_key
 from torch_delta.format.lease import Claim, Lease
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ READ = {
     "successor.json": Successor.from_bytes,
     f"leases/{1:016x}.json": lambda data: Lease.from_bytes(data, key=f"leases/{1:016x}.json"),
     f"claims/{0:020d}.json": lambda data: Claim.from_bytes(data, key=f"claims/{0:020d}.json"),
+    f"forks/{3:016x}.json": lambda data: ForkNote.from_bytes(data, key=f"forks/{3:016x}.json"),
 }
 
 
@@ -33,7 +35,7 @@ def vector(key: str) -> bytes:
 
 @pytest.mark.parametrize("key", READ)
 def test_vectors(key: str) -> None:
-    # rules J1, L2, L4, N1, N2
+    # rules J1, L2, L4, N1, N2, N6
     stored = vector(key)
     line, sealed, end = stored.split(b"\n")
     assert (sealed.decode(), end) == (hashlib.sha256(line).hexdigest(), b"")
@@ -66,6 +68,19 @@ def test_keys(refuses: Callable) -> None:
     # rule K3
     assert parse_lease_key(lease_key("0123456789abcdef")) == "0123456789abcdef"
     assert parse_claim_key(claim_key(7)) == 7
+    assert parse_fork_key(fork_key("0123456789abcdef")) == "0123456789abcdef"
+    for key in ("forks/0123456789ABCDEF.json", "forks/0123456789abcdef", "forks/x/0123456789abcdef.json"):
+        with refuses("K3"):
+            parse_fork_key(key)
     for key in ("leases/0123456789ABCDEF.json", "leases/../x.json", "claims/7.json", f"claims/{2**60:020d}.json"):
         with refuses("K3"):
             (parse_lease_key if key.startswith("leases") else parse_claim_key)(key)
+
+
+@pytest.mark.parametrize("changes", [{"root": "../other"}, {"root": "/x"}, {"root": ""}, {"successor_id": "0" * 32}])
+def test_a_fork_lies_beside_its_stream_and_is_another_one(refuses: Callable, changes: dict[str, str]) -> None:
+    # rule N6
+    fields = {**json.loads(vector(f"forks/{3:016x}.json").split(b"\n")[0]), **changes}
+    line = json.dumps(fields).encode()
+    with refuses("N6"):
+        READ[f"forks/{3:016x}.json"](line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n")

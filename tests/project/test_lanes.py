@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-LANE = (TESTS / "vllm", TESTS / "trl")
+LANE = (TESTS / "vllm", TESTS / "trl", TESTS / "benchmarks")
 
 
 def test_only_the_lane_of_vllm_holds_tests_marked_so() -> None:
@@ -21,7 +21,7 @@ def test_the_lanes_divide_the_tests_between_them() -> None:
     assert '-m "not vllm and not skyrl"' in recipes
     lane = re.search(r"^VLLM_TESTS := TORCH_DELTA_LANE=vllm \S+ -m pytest -m vllm (.*)$", recipes, re.MULTILINE)
     assert lane is not None
-    assert lane[1] == "tests/vllm $(wildcard tests/trl)"
+    assert lane[1] == "tests/vllm $(wildcard tests/trl) tests/benchmarks"
     lane = re.search(r"^SKYRL_TESTS := TORCH_DELTA_LANE=skyrl \S+ -m pytest -m skyrl (.*)$", recipes, re.MULTILINE)
     assert lane is not None
     assert lane[1] == "tests/skyrl"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -65,7 +66,7 @@ def test_before_the_last_version_a_lineage_is_forked(tmp_path, base, at: int) ->
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     train(tmp_path / "run", base, [7], state=edited([1, 2, 3][:at]))
     old, new = lineages(tmp_path / "run")
-    assert {path: path.read_bytes() for path in before} == before, "history is never rewritten"
+    assert {path: path.read_bytes() for path in before} == before, "history is never rewritten (F106)"
     successor, stream = reader.sealed(old / "successor.json"), reader.sealed(new / "stream.json")
     assert (successor["version"], successor["successor_id"]) == (at, stream["stream_id"])
     old_id = reader.sealed(old / "stream.json")["stream_id"]
@@ -154,6 +155,26 @@ def test_retention_that_took_the_newest_commit_is_no_obstacle(tmp_path, base) ->
     train(tmp_path / "run", base, [2], state=edited([1]))
     assert lineages(tmp_path / "run") == [tmp_path / "run"]
     assert reader.versions(tmp_path / "run") == [2]
+
+
+def test_nobody_waits_for_anybody_when_both_start_again(tmp_path, base) -> None:
+    # F95: the trainer says where it is before its first step, and readers need neither it nor each other
+    train(tmp_path / "run", base, [1, 2], alive_s=60)
+    (tmp_path / "run" / "head.json").unlink()
+    source = ArraySource(state=edited([1, 2]))
+    with attach_source(source, str(tmp_path / "run"), base=base, config=config(alive_s=60)) as publisher:
+        assert publisher.version == 2
+        assert reader.sealed(tmp_path / "run" / "head.json")["version"] == 2, "announced, and nothing was published"
+        late = LocalCheckpoint(tmp_path / "late", base=base)
+        with Follower(str(tmp_path / "run")) as follower:
+            seen = [report.version for report in follower.apply_to(late, until=2, timeout_s=20)]
+            assert seen[-1] == 2
+        with Follower(str(tmp_path / "run")) as follower:
+            edit(source, 3)
+            assert publisher.publish() == 3
+            publisher.wait()
+            assert [report.version for report in follower.apply_to(late, until=3, timeout_s=20)] == [3]
+    assert lineages(tmp_path / "run") == [tmp_path / "run"]
 
 
 def test_followers_change_over_by_themselves(tmp_path, base) -> None:
@@ -269,9 +290,22 @@ train(root / "run", root / "base", [7], state=edited([1]))
 """
 
 
+def kill_while_forking(folder: Path, crash: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", RESTART, str(folder)],
+        env={**os.environ, crashpoints.ENVIRONMENT: f"{crash}:1:kill", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == -9, run.stderr
+
+
 @pytest.mark.parametrize(
     ("crash", "is_forked"),
     [
+        ("publish.fork_noted", False),
         ("publish.anchor_file_put", False),
         ("publish.anchor_manifest_put", False),
         ("stream.info_written", False),
@@ -283,15 +317,7 @@ train(root / "run", root / "base", [7], state=edited([1]))
 def test_killed_while_forking(tmp_path, base, crash: str, is_forked: bool) -> None:
     # nothing committed is lost, nothing half-made is followed
     train(tmp_path / "run", base, [1, 2])
-    run = subprocess.run(
-        [sys.executable, "-c", RESTART, str(tmp_path)],
-        env={**os.environ, crashpoints.ENVIRONMENT: f"{crash}:1:kill", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert run.returncode == -9, run.stderr
+    kill_while_forking(tmp_path, crash)
     assert (len(lineages(tmp_path / "run")) == 2) == is_forked
     checkpoint = LocalCheckpoint(tmp_path / "place", base=base)
     with Follower(str(tmp_path / "run")) as follower:
@@ -301,6 +327,63 @@ def test_killed_while_forking(tmp_path, base, crash: str, is_forked: bool) -> No
         assert same(reader.folder(folder, _table()), expected)
     train(tmp_path / "run", base, [8], state=edited([1]))
     with Follower(str(tmp_path / "run")) as follower:
+        list(follower.apply_to(checkpoint, until="head", timeout_s=20))
+    with checkpoint.reading() as folder:
+        assert same(reader.folder(folder, _table()), edited([1, 8]))
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("crash", "begun"),
+    [
+        ("publish.fork_noted", set()),
+        ("publish.anchor_file_put", {"anchors"}),
+        ("publish.anchor_manifest_put", {"anchors"}),
+        ("stream.schema_written", {"anchors", "schema"}),
+        ("stream.info_written", {"anchors", "schema", "stream.json"}),
+        ("publish.lineage_created", {"anchors", "schema", "stream.json"}),
+    ],
+)
+def test_what_a_killed_fork_left_is_found_and_deleted(tmp_path, base, capsys, crash: str, begun: set[str]) -> None:
+    # rules N6, L6: the dry run shows it, the real one removes it, and nothing of any other stream
+    from torch_delta.cli import main
+
+    run, neighbour = tmp_path / "run", tmp_path / "run-other"
+    train(run, base, [1, 2])
+    train(neighbour, base, [3])
+    kill_while_forking(tmp_path, crash)
+    (note,) = (run / "forks").iterdir()
+    orphan = tmp_path / reader.sealed(note)["root"]
+    assert {path.parts[0] for path in files(orphan)} == begun if begun else not orphan.exists()
+
+    def gc(*options: str) -> list[dict]:
+        assert main(["gc", str(run), "--json", *options]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    left = files(orphan)
+    (said,) = gc()
+    assert (said["forks"], files(orphan)) == ([], left), "it may be alive"
+    for path in [note, *orphan.rglob("*")]:
+        os.utime(path, (1, 1))
+    others = files(neighbour)
+    train(run, base, [8], state=edited([1]))  # starts again, and forks under another name
+    live = lineages(run)[1]
+    alive, old = files(live), files(run)
+    said, of_live = gc("--dry-run", "--grace", "86400")
+    assert (said["forks"], of_live["forks"], files(orphan)) == ([orphan.name], [], left)
+    assert (files(run), said["dry_run"]) == (old, True)
+    done, of_live = gc("--grace", "86400")
+    assert (done["forks"], of_live["forks"]) == ([orphan.name], [])
+    assert files(orphan) == {}
+    assert [*run.glob("forks/*")] == []
+    without_claims = {path: data for path, data in files(live).items() if path.parts[0] != "claims"}
+    assert (without_claims, files(neighbour)) == (alive, others)
+    assert [item["forks"] for item in gc("--grace", "0.001")] == [[], []], "what is followed stays, however old"
+    with Follower(str(run)) as follower:
+        checkpoint = LocalCheckpoint(tmp_path / "place", base=base)
         list(follower.apply_to(checkpoint, until="head", timeout_s=20))
     with checkpoint.reading() as folder:
         assert same(reader.folder(folder, _table()), edited([1, 8]))

@@ -358,7 +358,7 @@ def test_a_full_disk_while_copying_the_base(
     base: Path, place: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        fired = full_disk(patch, "copy_file_range")
+        fired = full_disk(patch, "write")
         with pytest.raises(StoreUnavailable, match="the disk is full"):
             LocalCheckpoint(place, base=base)
     assert fired

@@ -182,7 +182,14 @@ def test_parts_are_fetched_ahead_in_bounded_groups(
 
 @pytest.mark.parametrize(
     "point",
-    ["parts_fetched", "version_merged", "patch_kept", "next_written", "tensor_written", "weights_written"],
+    [
+        "receive.parts_fetched",
+        "receive.version_merged",
+        "receive.patch_kept",
+        "receive.next_written",
+        "receive.tensor_written",
+        "receive.weights_written",
+    ],
 )
 @pytest.mark.parametrize("nth", [1, 3])
 def test_killed_in_the_middle_of_a_merged_run(tmp_path: Path, place: Path, point: str, nth: int) -> None:
@@ -192,10 +199,10 @@ def test_killed_in_the_middle_of_a_merged_run(tmp_path: Path, place: Path, point
     pull(str(trainer.root), place, base=trainer.checkpoint(tmp_path / "base", 0))
     for _ in range(6):
         trainer.step(rng, density=0.4)
-    died = pull_and_die(trainer, place, f"receive.{point}:{nth}:kill", base=None, version=6)
-    assert died == (nth == 1 or point in {"version_merged", "tensor_written"})
+    died = pull_and_die(trainer, place, f"{point}:{nth}:kill", base=None, version=6)
+    assert died == (nth == 1 or point in {"receive.version_merged", "receive.tensor_written"})
     check_whole(trainer, place, lowest=0)
-    begun = not died or point in {"next_written", "tensor_written", "weights_written"}
+    begun = not died or point in {"receive.next_written", "receive.tensor_written", "receive.weights_written"}
     assert LocalCheckpoint(place).version == (6 if begun else 0)
     pull(str(trainer.root), place)
     trainer.assert_at(place, 6)

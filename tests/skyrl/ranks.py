@@ -17,14 +17,28 @@ FIELDS = {
 """Of the tiny model that is trained."""
 
 
-def write_base(folder: Path, *, tied: bool = False) -> Path:
-    """A tiny Qwen 3 with random weights, in bf16, as transformers writes it."""
+def write_base(folder: Path, *, tied: bool = False, both_names: bool = False) -> Path:
+    """A tiny Qwen 3 with random weights, in bf16, as transformers writes it.
+
+    Args:
+        folder: made.
+        tied: whether the embedding is the head too.
+        both_names: whether a tied pair is written under both of its names, as some exporters do.
+    """
     import torch
     import transformers
 
     torch.manual_seed(3)
     config = transformers.Qwen3Config(**FIELDS, head_dim=8, tie_word_embeddings=tied)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    if both_names:
+        from safetensors.torch import load_file, save_file
+
+        path = str(folder / "model.safetensors")
+        tensors = load_file(path)
+        assert "lm_head.weight" not in tensors
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, path, metadata={"format": "pt"})
     return folder
 
 

@@ -119,8 +119,16 @@ def _handler(receiver: Receiver) -> type[BaseHTTPRequestHandler]:
                 receiver.handle(self.path, json.loads(text) if text else None)
             except Exception as error:
                 status, answer = 500, {"error": {"message": f"{type(error).__name__}: {error}"}}
+            self._answer(status, answer)
+
+        def do_GET(self) -> None:
+            assert self.path == "/get_world_size"
+            self._answer(200, {"world_size": 1})
+
+        def _answer(self, status: int, answer: Any) -> None:
             data = json.dumps(answer).encode()
             self.send_response(status)
+            self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)

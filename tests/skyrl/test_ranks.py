@@ -34,6 +34,21 @@ def test_fsdp2_ranks_publish_their_own_shards(tmp_path: Path, moved: bool) -> No
         assert same(server.loaded, read_bits(tmp_path / "model-3")) == []
 
 
+def test_a_tied_pair_under_both_names_goes_on_through_restarts(tmp_path: Path) -> None:
+    base = ranks.write_base(tmp_path / "base", tied=True, both_names=True)
+    with Receiver(tmp_path / "host") as server:
+        arguments = {"base": str(base), "stream": str(tmp_path / "stream"), "url": server.url}
+        found = run_ranks(ranks.fsdp_rounds, 2, timeout_s=300, folder=str(tmp_path), moved=False, **arguments)
+        assert [one["versions"] for one in found] == [[1, 2, 3]] * 2
+        wanted = read_bits(tmp_path / "model-3")
+        assert {"lm_head.weight", "model.embed_tokens.weight"} < wanted.keys()
+        assert same(server.loaded, wanted) == []
+        # Trained otherwise than the stream's newest version: walked once, then by shards again.
+        found = run_ranks(ranks.fsdp_rounds, 2, timeout_s=300, folder=str(tmp_path), moved=True, **arguments)
+        assert [one["versions"] for one in found] == [[4, 5, 6]] * 2
+        assert same(server.loaded, read_bits(tmp_path / "model-3")) == []
+
+
 @pytest.mark.parametrize("only_first", [False, True], ids=["every rank", "rank 0 alone"])
 def test_any_source_is_shared_out_between_the_ranks_that_can_iterate_it(tmp_path: Path, only_first: bool) -> None:
     base = write(tmp_path / "base", toy())

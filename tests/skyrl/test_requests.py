@@ -92,10 +92,10 @@ def test_a_file_size_that_cannot_work_is_refused() -> None:
         settings.publish_config(Delta(max_file_size_in_gb=0))
 
 
-@pytest.mark.parametrize("found", [None, "0.3.0", "0.3.1", "0.4.1", "0.5.0"])
+@pytest.mark.parametrize("found", [None, "0.2.0", "0.3.1", "0.4.1", "0.5.0"])
 def test_another_release_of_skyrl_is_refused_by_name(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "installed", lambda: found)
-    with pytest.raises(UnsupportedFormat, match=r"works with skyrl 0\.4\.0") as caught:
+    with pytest.raises(UnsupportedFormat, match=r"works with skyrl 0\.4\.0 and 0\.3\.0") as caught:
         registering.register()
     assert str(found) in str(caught.value) or found is None
     assert os.environ.get(registering.ENABLED) != "1" or contract.installed() is found
@@ -108,6 +108,16 @@ def test_the_hook_of_ray_puts_ours_into_every_worker() -> None:
     assert registering.ray_hook(env) == env
     with pytest.raises(UnsupportedFormat, match=r"mine\.hook"):
         registering.ray_hook({"worker_process_setup_hook": "mine.hook"})
+
+
+def test_the_hook_gives_the_operators_words_to_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DELTA_ALLOWED_PATHS", "/mnt/shared")
+    monkeypatch.setenv("TORCH_DELTA_SKYRL_SYNC_DIR", "s3://b/run")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "dummy")
+    found = registering.ray_hook({"env_vars": {"TORCH_DELTA_SKYRL_SYNC_DIR": "s3://b/another"}})["env_vars"]
+    assert found["TORCH_DELTA_ALLOWED_PATHS"] == "/mnt/shared"
+    assert found["TORCH_DELTA_SKYRL_SYNC_DIR"] == "s3://b/another", "what the job says itself wins"
+    assert "AWS_SECRET_ACCESS_KEY" not in found
 
 
 def test_an_action_runs_right_after_a_module_is_imported_and_once() -> None:

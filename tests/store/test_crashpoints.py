@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch_delta
 from torch_delta import crashpoints
 
 PACKAGE = Path(torch_delta.__file__).parent
+TESTS = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +42,32 @@ def reached_names() -> list[str]:
 def test_the_registry_is_exactly_what_the_package_reaches() -> None:
     names = reached_names()
     assert set(names) == crashpoints.POINTS
+
+
+# Tests that kill at every point of a family, apart from those that they name to be killed elsewhere.
+FAMILIES = {
+    "gc.": "stream/test_retention.py",
+    "publish.": "publish/test_killed.py",
+    "receive.": "receive/test_crash.py",
+}
+
+
+@pytest.mark.parametrize("point", sorted(point for point in crashpoints.POINTS if not point.startswith("vllm.")))
+def test_somebody_is_killed_at_every_point(point: str) -> None:
+    sources = {
+        path.relative_to(TESTS).as_posix(): path.read_text()
+        for path in TESTS.rglob("test_*.py")
+        if path != Path(__file__)
+    }
+    family = FAMILIES.get(point.partition(".")[0] + ".")
+    if family is not None:
+        head = sources[family].partition("\ndef test_")[0]
+        assert "crashpoints.POINTS" in sources[family]
+        if f'"{point}"' not in head:
+            return  # one of the family, not named as an exception
+        del sources[family]
+    kills = [name for name, text in sources.items() if re.search(rf'"{re.escape(point)}[":]', text) and "kill" in text]
+    assert kills, f"no test kills a process at {point}"
 
 
 def test_an_unknown_point_is_an_error_armed_or_not() -> None:

@@ -227,6 +227,6 @@ def test_the_next_batch_is_sent_although_the_first_one_failed(hub, hub_url) -> N
 
     fault = hub.add(HubFault("/batch", status=503, num_times=2))
     with open_store(hub_url) as store, ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda number: store.put_new(f"parts/{number}", [b"x"]), range(8)))
+        list(pool.map(lambda number: store.put_new(f"parts/{number:016x}", [b"x"]), range(8)))
     assert fault.num_fired == 2
-    assert all(raw_get(hub, hub_url, f"parts/{number}") == b"x" for number in range(8))
+    assert all(raw_get(hub, hub_url, f"parts/{number:016x}") == b"x" for number in range(8))

@@ -7,9 +7,13 @@ import pytest
 from tests.store.hubs import raw_get, raw_put, split
 from tests.stream.samples import SCHEMA, make_commit, make_info
 from torch_delta.errors import Fenced
+from torch_delta.format.limits import MAX_JSON_BYTES
 from torch_delta.store import open_store
+from torch_delta.store.hub import HubStore
+from torch_delta.store.hub_config import HubConfig
 from torch_delta.stream import Stream
 from torch_delta.testing import StoreSuite
+from torch_delta.testing.store_hooks import COMMIT, PART
 
 
 class TestHub(StoreSuite):
@@ -48,6 +52,21 @@ class TestHub(StoreSuite):
         store.stat("head.json")
         store.get("head.json")
         assert [line.partition(" ")[0] for line in self.hub.requests] == ["POST", "GET"]
+
+    def test_what_cannot_be_created_exclusively_needs_a_name_of_its_own(self, hub, store) -> None:
+        # rule K5
+        assert HubConfig().exclusive_bytes >= MAX_JSON_BYTES, "every commit is exclusive"
+        raw_put(hub, store.url, PART, b"source")
+        with HubStore(store.url, config=HubConfig(exclusive_bytes=1000)) as small:
+            for call in (
+                lambda: small.put_new(COMMIT, iter([b"x"])),
+                lambda: small.put_new(COMMIT, bytes(1001)),
+                lambda: small.copy(PART, COMMIT),
+            ):
+                with pytest.raises(ValueError, match="must hold a nonce of 16 hex digits"):
+                    call()
+            assert [info.key for info in small.list()] == [PART]
+            small.put_new(COMMIT, bytes(1000))
 
 
 del StoreSuite

@@ -145,11 +145,34 @@ def test_obstore_is_imported_on_first_use_only() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [{"stall_timeout_s": 0}, {"operation_timeout_s": -1}, {"chunk_bytes": 1 << 20}, {"num_parallel": 0},
-     {"single_put_bytes": 1}],
+     {"num_parallel_reads": 0}, {"single_put_bytes": 1}],
 )  # fmt: skip
 def test_limits_that_cannot_work_are_refused(wrong) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ObjectConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "wanted", "is_unsigned"),
+    [
+        (None, None, True),
+        ("https://storage.example", None, True),
+        ("http://127.0.0.1:9", None, True),
+        ("http://192.0.2.1:9", None, False),
+        (None, "false", False),
+        ("http://192.0.2.1:9", "true", True),
+    ],
+)
+def test_a_body_is_hashed_for_the_signature_only_where_nothing_else_guards_it(
+    monkeypatch, endpoint, wanted, is_unsigned
+) -> None:
+    use(monkeypatch, {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_REGION": "us-east-1"})
+    monkeypatch.delenv("AWS_UNSIGNED_PAYLOAD", raising=False)
+    if wanted is not None:
+        monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", wanted)
+    with ObjectStore("s3://bucket/x", config=ObjectConfig(endpoint=endpoint, allow_http=True)) as store:
+        said = str(store._client.config.get("unsigned_payload", wanted or "false")).lower()
+        assert (said == "true") == is_unsigned
 
 
 def said(status: int, code: str = "") -> str:

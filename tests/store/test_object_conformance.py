@@ -11,17 +11,20 @@ import pytest
 from tests.store.servers import BUCKET, use
 from tests.stream.samples import SCHEMA, make_commit, make_info
 from torch_delta.errors import Fenced, ObjectExists, ObjectNotFound, StoreUnavailable
+from torch_delta.format.limits import MAX_JSON_BYTES
 from torch_delta.store import open_store
 from torch_delta.store.object import ObjectStore
 from torch_delta.store.object_config import ObjectConfig
 from torch_delta.stream import Stream
 from torch_delta.testing import StoreSuite
+from torch_delta.testing.store_hooks import COMMIT, PART
 
 pytestmark = pytest.mark.s3
 
 RACER = """
 import sys
 from torch_delta.errors import ObjectExists
+from torch_delta.format.limits import MAX_JSON_BYTES
 from torch_delta.store import open_store
 store, racer = open_store(sys.argv[1]), sys.argv[2]
 print("ready", flush=True)
@@ -90,7 +93,7 @@ class ObjectStoreSuite(StoreSuite):
         assert store.get("parts/x.safetensors", max_bytes=17 << 20) == content
 
     def test_a_large_object_beside_an_existing_one_is_refused_before_it_is_sent(self, store) -> None:
-        self.raw_put(store, "parts/x.safetensors", b"first")
+        self.raw_put(store, PART, b"first")
         sent = []
 
         def pieces():
@@ -99,17 +102,51 @@ class ObjectStoreSuite(StoreSuite):
                 yield bytes(1 << 20)
 
         with pytest.raises(ObjectExists):
-            store.put_new("parts/x.safetensors", pieces())
+            store.put_new(PART, pieces())
         assert len(sent) <= 9  # one chunk, to know that it is large
-        assert self.raw_get(store, "parts/x.safetensors") == b"first"
+        assert self.raw_get(store, PART) == b"first"
 
     def test_a_large_tuple_is_streamed_too(self, store, server) -> None:
         config = ObjectConfig(single_put_bytes=8 << 20)
         with ObjectStore(store.url, config=config) as small:
             block = bytes(range(256))
             pieces = (block * (5 << 12), block * (6 << 12))
-            assert small.put_new("parts/x.safetensors", pieces).size_bytes == 11 << 20
-        assert self.raw_get(store, "parts/x.safetensors") == b"".join(pieces)
+            assert small.put_new(PART, pieces).size_bytes == 11 << 20
+        assert self.raw_get(store, PART) == b"".join(pieces)
+
+    def test_what_cannot_be_created_exclusively_needs_a_name_of_its_own(self, store) -> None:
+        # rule K5: only names that hold a nonce go into multipart uploads and copies, which have no precondition
+        sent = []
+
+        def pieces():
+            for number in range(100):
+                sent.append(number)
+                yield bytes(1 << 20)
+
+        self.raw_put(store, PART, b"source")
+        with ObjectStore(store.url, config=ObjectConfig(single_put_bytes=8 << 20)) as small:
+            for call in (
+                lambda: small.put_new(COMMIT, pieces()),
+                lambda: small.put_new(COMMIT, bytes((8 << 20) + 1)),
+                lambda: small.put_new("stream.json", (bytes(8 << 20), b"x")),
+                lambda: small.copy(PART, COMMIT),
+            ):
+                with pytest.raises(ValueError, match="must hold a nonce of 16 hex digits"):
+                    call()
+            assert len(sent) <= 9
+            assert [info.key for info in small.list()] == [PART]
+            small.put_new(COMMIT, bytes(8 << 20))
+
+    def test_as_large_as_a_commit_can_be_it_is_created_by_one_racer(self, store) -> None:
+        assert ObjectConfig().single_put_bytes >= MAX_JSON_BYTES
+        size_bytes = 12 << 20  # more than a chunk, what an iterable of bytes would have to be streamed for
+        contents = [bytes([racer]) * size_bytes for racer in range(3)]
+        self.num_racers = len(contents)
+        outcomes = self.race(lambda racer: store.put_new(COMMIT, contents[racer]))
+        winners = [racer for racer, outcome in enumerate(outcomes) if not isinstance(outcome, Exception)]
+        assert len(winners) == 1, outcomes
+        assert [type(outcome) for outcome in outcomes if isinstance(outcome, Exception)] == [ObjectExists] * 2
+        assert self.raw_get(store, COMMIT) == contents[winners[0]]
 
     @pytest.mark.parametrize("error", [RuntimeError, OSError, KeyboardInterrupt])
     def test_a_source_that_fails_in_the_middle_of_an_upload_leaves_nothing(self, store, error) -> None:
@@ -119,8 +156,8 @@ class ObjectStoreSuite(StoreSuite):
             raise error("from the source")
 
         with pytest.raises(error, match="from the source"):
-            store.put_new("parts/x.safetensors", pieces())
-        assert self.raw_get(store, "parts/x.safetensors") is None
+            store.put_new(PART, pieces())
+        assert self.raw_get(store, PART) is None
         assert [*store.list()] == []
 
     def test_a_missing_bucket_is_never_an_empty_store(self, store) -> None:  # F78

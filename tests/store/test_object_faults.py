@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,8 @@ pytestmark = pytest.mark.s3
 
 COMMIT = "commits/00000000000000000001.json"
 PART = "parts/00000000000000000001/00000-0000-0123456789abcdef.safetensors"
+OTHER = PART.replace("0123456789abcdef", "fedcba9876543210")
+COPY = b"x-amz-copy-source"
 BIG = bytes(range(256)) * (20 << 12)  # 20 MiB: three chunks
 QUICK = ObjectConfig(operation_timeout_s=1.0, request_timeout_s=0.5, stall_timeout_s=0.5, connect_timeout_s=0.5)
 
@@ -129,6 +132,70 @@ def test_an_upload_whose_completion_is_swallowed_is_proved_by_reading_back(store
     assert store.put_new(PART, pieces()).size_bytes == len(BIG)
     assert fault.num_fired == 1
     assert seaweed.raw_get(store.url, PART) == BIG
+
+
+# Copies inside the bucket
+
+
+SAID_YES_BUT = b"HTTP/1.1 200 OK\r\nContent-Length: 46\r\nConnection: close\r\n\r\n"  # S3 may fail a copy after its 200
+SAID_YES_BUT += b"<Error><Code>InternalError</Code></Error>     "
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("swallow", COPY),
+        Fault("answer", COPY, num_times=2, answer=http_error(503, "SlowDown")),
+        Fault("answer", COPY, num_times=2, answer=http_error(500, "InternalError")),
+        Fault("answer", COPY, num_times=2, answer=http_error(429, "TooManyRequests")),
+        Fault("answer", COPY, answer=SAID_YES_BUT),
+        Fault("reset", num_times=2),
+    ],
+    ids=["lost reply", "503", "500", "429", "200 with an error inside", "reset"],
+)
+def test_a_copy_survives_what_happens_on_the_way(store, seaweed, proxy, fault) -> None:
+    store.put_new(PART, pieces())
+    fault = proxy.add(replace(fault))
+    copied = store.copy(PART, OTHER)
+    assert fault.num_fired == fault.num_times
+    assert (copied.key, copied.size_bytes) == (OTHER, len(BIG))
+    assert seaweed.raw_get(store.url, OTHER) == BIG
+    with pytest.raises(ObjectExists):
+        store.copy(PART, OTHER)
+
+
+def test_a_copy_and_the_look_at_it_whose_replies_are_lost(store, seaweed, proxy) -> None:
+    store.put_new(PART, b"content")
+    copy = proxy.add(Fault("swallow", COPY))
+    look = proxy.add(Fault("swallow", b"HEAD ", num_times=4))  # two before it, at source and name, and two after it
+    assert store.copy(PART, OTHER).size_bytes == 7
+    assert (copy.num_fired, look.num_fired) == (1, 4)
+    assert seaweed.raw_get(store.url, OTHER) == b"content"
+
+
+def test_a_copy_that_is_refused_is_no_error_but_an_upload_for_the_caller(store, seaweed, proxy) -> None:
+    store.put_new(PART, b"content")
+    fault = proxy.add(Fault("answer", COPY, answer=http_error(403, "AccessDenied")))
+    assert store.copy(PART, OTHER) is None
+    assert (fault.num_fired, seaweed.raw_get(store.url, OTHER)) == (1, None)
+
+
+def test_a_source_that_goes_before_it_is_copied_is_named(store, seaweed, proxy) -> None:  # F87
+    store.put_new(PART, b"content")
+    fault = proxy.add(Fault("answer", COPY, answer=http_error(404, "NoSuchKey")))
+    with pytest.raises(ObjectNotFound, match="0123456789abcdef"):
+        store.copy(PART, OTHER)
+    assert (fault.num_fired, seaweed.raw_get(store.url, OTHER)) == (1, None)
+
+
+def test_a_copy_that_nobody_answers_ends_in_time_and_says_what_is_known(store, quick, proxy) -> None:
+    store.put_new(PART, b"content")
+    fault = proxy.add(Fault("hang", COPY, num_times=10_000))
+    with pytest.raises(StoreUnavailable, match="within 1 s") as caught:
+        quick.copy(PART, OTHER)
+    assert fault.num_fired > 1
+    assert (caught.value.facts["phase"], caught.value.facts["outcome"]) == (f"copy {OTHER}", "unknown")
+    assert caught.value.facts["peer"] == quick.url
 
 
 # Answers that are errors

@@ -17,9 +17,10 @@ from torch_delta.config import RetentionConfig
 from torch_delta.errors import ObjectNotFound
 from torch_delta.publish import attach_source
 from torch_delta.receive import Follower, LocalCheckpoint
-from torch_delta.store import open_store
+from torch_delta.store import open_store, poll
 from torch_delta.stream import Stream
 from torch_delta.stream.collect import collect_garbage
+from torch_delta.stream.forks import note_fork
 from torch_delta.testing.faults import FaultyStore
 
 pytestmark = pytest.mark.s3
@@ -80,6 +81,18 @@ def test_a_stream_lives_on_a_remote_store(url, tmp_path) -> None:
         assert successor is not None
         assert successor.version == 2
         with store.sibling(successor.root) as sibling:
+            assert Stream(sibling).head() == 1
+            assert [*store.list("forks/")] == [], "the note of a fork goes when it is finished"
+            # rule L6: one that is never finished is found and deleted, and the finished one is not
+            note = note_fork(Stream(store), "nested-0a1b2c3d", "f" * 32)
+            with store.sibling(note.root) as beside:
+                beside.put_new(f"anchors/{0:020d}-{'a' * 16}/model.safetensors", iter([b"begun"]))
+
+                def sweep() -> tuple[str, ...] | None:  # some stores tell times in whole seconds
+                    return collect_garbage(Stream(store), RetentionConfig(grace_s=0.0)).forks or None
+
+                assert poll(sweep, phase="the fork is old", peer=url, timeout_s=30) == (note.root,)
+                assert [*beside.list(), *store.list("forks/")] == []
             assert Stream(sibling).head() == 1
 
 

@@ -32,6 +32,7 @@ from torch_delta.store import LocalStore, MemoryStore, Store
 from torch_delta.stream import Stream
 from torch_delta.stream.claim import take_claim
 from torch_delta.stream.collect import collect_garbage
+from torch_delta.stream.forks import note_fork
 from torch_delta.testing.faults import Fault, FaultyStore, call, fail_before
 
 HOUR_S = 3600.0
@@ -332,8 +333,14 @@ collect_garbage(Stream(LocalStore(sys.argv[1])), RetentionConfig(grace_s=0, clai
 @pytest.mark.parametrize("nth", [1, 2])
 @pytest.mark.parametrize("point", sorted(p for p in crashpoints.POINTS if p.startswith("gc.")))
 def test_killed_anywhere_the_stream_can_be_read(tmp_path, point: str, nth: int) -> None:
-    # rules K6, A6
+    # rules K6, A6, L6
+    fork, tmp_path = tmp_path / "run-0a1b2c3d", tmp_path / "run"
     stream = fill(LocalStore(tmp_path), anchors=(2, 3, 6, 9))
+    note_fork(stream, fork.name, OTHER_ID)
+    for key in (f"anchors/{0:020d}-{NONCE}/model.safetensors", f"schema/{SCHEMA.id}.json"):
+        LocalStore(fork).put_new(key, b"begun")
+    for path in [*fork.rglob("*"), *tmp_path.glob("forks/*")]:
+        os.utime(path, (1, 1))
     for seq in (1, 2):
         stream.store.put_new(part_key(13, 0, seq, "a" * 16), b"orphan")
     for path in tmp_path.glob("parts/*13/*"):
@@ -364,3 +371,4 @@ def test_killed_anywhere_the_stream_can_be_read(tmp_path, point: str, nth: int) 
     assert versions(left.store) == part_versions(left.store) == [*range(6, 13)]
     assert anchor_versions(left.store) == [6, 9]
     assert not [item.key for item in left.store.list("anchors/") if int(item.key[8:28]) < 6]
+    assert [*LocalStore(fork).list(), *left.store.list("forks/")] == []

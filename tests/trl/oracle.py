@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import urllib.request
 from typing import TYPE_CHECKING, Any
@@ -27,8 +28,13 @@ def served_bits(model: torch.nn.Module) -> Bits:
     found = {}
     for name, tensor in model.state_dict().items():
         values = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        found[name] = values.detach().to(torch.bfloat16).view(torch.int16).numpy().copy()
+        found[name] = values.detach().to(torch.bfloat16).view(torch.int16).cpu().numpy().copy()
     return found
+
+
+def merged_bits(model: Any) -> Bits:
+    """The same of a model with adapters: what PEFT makes of a copy of it."""
+    return served_bits(copy.deepcopy(model).merge_and_unload())
 
 
 def same(ours: Bits, theirs: Bits) -> bool:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from tests._accelerate import is_sharded, shard_on_cpus
+
+if TYPE_CHECKING:
+    from torch_delta.testing import FaultyStore
+
+Down = Literal["a while", "for good", "at the server"]
+"""For how long, or for whom, there is no store at the second version."""
+DOWN = "503 from the object store"
 
 
 def train(
@@ -17,6 +26,8 @@ def train(
     url: str,
     sharded: bool = True,
     kill_after_first_step: int | None = None,
+    down: Down | None = None,
+    adapted: bool = False,
 ) -> dict[str, Any]:
     """Train three steps of AsyncGRPOTrainer on two ranks, with FSDP2 or DDP.
 
@@ -28,6 +39,8 @@ def train(
         url: of the server, already running.
         sharded: FSDP2, else DDP.
         kill_after_first_step: process group of the server, which rank 0 ends then.
+        down: what happens to the store at the second version: to rank 1, or to the server.
+        adapted: train LoRA adapters, with DDP.
 
     Returns:
         What happened, and which error ended it.
@@ -35,22 +48,30 @@ def train(
     _prepare(rank, sharded=sharded)
     import numpy as np
     import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
 
     from tests.trl import oracle
-    from tests.trl.trainers import async_trainer
+    from tests.trl.trainers import adapter, async_trainer
+    from torch_delta import PublishConfig
     from torch_delta.errors import TorchDeltaError
     from torch_delta.vllm.fleet.config import FleetConfig
     from torch_delta_trl import DeltaSync
 
-    sync = DeltaSync(stream, base=model, fleet=FleetConfig(status_timeout_s=10.0))
-    trainer = async_trainer(Path(model), Path(out) / f"out-{rank}", sync, url=url, max_steps=3)
+    store = _failing(Path(stream), rank, down)
+    sync = DeltaSync(
+        store,
+        base=model,
+        server_stream=stream,
+        publish=PublishConfig(num_put_attempts=3, retry_delay_s=0.01),
+        fleet=FleetConfig(status_timeout_s=10.0),
+    )
+    options = {"adapter": adapter(), "learning_rate": 1e-2} if adapted else {}
+    trainer = async_trainer(Path(model), Path(out) / f"out-{rank}", sync, url=url, max_steps=3, **options)
     steps: list[int] = []
     said: list[list[list[int]]] = []
 
     def see(step: int, live: Any) -> None:
         steps.append(step)
-        bits = oracle.served_bits(trainer.accelerator.unwrap_model(live))
+        bits = (oracle.merged_bits if adapted else oracle.served_bits)(trainer.accelerator.unwrap_model(live))
         if rank == 0:
             said.append(oracle.ask(url))
             np.savez(Path(out) / f"at-{step}.npz", **bits)
@@ -60,18 +81,42 @@ def train(
 
     oracle.after_sync(trainer, see)
     error: TorchDeltaError | None = None
-    try:
-        trainer.train()
-    except TorchDeltaError as caught:
-        error = caught
+    with store:
+        try:
+            trainer.train()
+        except TorchDeltaError as caught:
+            error = caught
+        store.assert_fired()
     return {
-        "sharded": all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()),
+        "sharded": is_sharded(trainer.model),
         "steps": steps,
+        "synced": None if sync.last is None else sync.last.version,
         "greedy": said,
         "streamed": len(list(trainer._streaming_iter())),
         "error": None if error is None else type(error).__name__,
         "message": None if error is None else str(error),
     }
+
+
+def _failing(stream: Path, rank: int, down: Down | None) -> FaultyStore:
+    """The stream's store as one rank has it. Each rank puts one part per version; rank 0 puts the commits."""
+    from torch_delta.errors import StoreUnavailable
+    from torch_delta.format.keys import version_name
+    from torch_delta.store import LocalStore
+    from torch_delta.testing import Fault, FaultyStore
+    from torch_delta.testing.faults import call, fail_before
+
+    def taken_away() -> None:
+        """After the commit of the second version: nobody can read its parts."""
+        (stream / "parts" / version_name(2)).rename(stream / "taken-away")
+
+    unavailable = fail_before(StoreUnavailable(DOWN))
+    faults = {
+        (1, "a while"): [Fault("put_new", "*parts*", nth=2, times=2, effect=unavailable)],
+        (1, "for good"): [Fault("put_new", "*parts*", nth=2, times=None, effect=unavailable)],
+        (0, "at the server"): [Fault("put_new", "*commits*", nth=2, effect=call(taken_away, after=True))],
+    }
+    return FaultyStore(LocalStore(stream), faults.get((rank, down), []))
 
 
 def _prepare(rank: int, *, sharded: bool) -> None:
@@ -98,23 +143,7 @@ def _prepare(rank: int, *, sharded: bool) -> None:
             "FSDP_RESHARD_AFTER_FORWARD": "true",
             "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
         }
-        _shard_on_cpus()
+        shard_on_cpus()
     from tests.vllm.engines import prepare_environment
 
     prepare_environment()
-
-
-def _shard_on_cpus() -> None:
-    """Accelerate asks for FSDP on accelerators only, and forgets it elsewhere; FSDP2 itself does without."""
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType
-
-    original = AcceleratorState.__init__
-
-    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
-        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if fsdp_plugin is not None:
-            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-            self.fsdp_plugin = fsdp_plugin
-
-    AcceleratorState.__init__ = init

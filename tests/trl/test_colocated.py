@@ -47,20 +47,28 @@ def adopt(monkeypatch: pytest.MonkeyPatch, shared: Path) -> Iterator[Any]:
 
 
 class Watch:
-    """After each synchronisation: step, version, the trainer's weights, the engine's parameters, what it generates."""
+    """At each look: step, version, the trainer's weights, the engine's parameters, what it generates."""
 
     def __init__(self, trainer: Any, engine: Engine) -> None:
         self.seen: list[tuple[int, int, oracle.Bits, Any, list[list[int]]]] = []
-        generation = trainer.vllm_generation
+        self.trainer, self.engine = trainer, engine
+
+    def after_each_synchronisation(self) -> None:
+        generation = self.trainer.vllm_generation
         inner = generation.sync_weights
 
         def sync_weights() -> None:
             inner()
-            bits = oracle.served_bits(trainer.accelerator.unwrap_model(trainer.model))
-            version = trainer.delta_sync.last.version
-            self.seen.append((trainer.state.global_step, version, bits, engine.parameters(), oracle.say(engine)))
+            self.look()
 
         generation.sync_weights = sync_weights
+
+    def look(self) -> None:
+        trainer = self.trainer
+        bits = oracle.served_bits(trainer.accelerator.unwrap_model(trainer.model))
+        version = trainer.delta_sync.last.version
+        said = oracle.say(self.engine)
+        self.seen.append((trainer.state.global_step, version, bits, self.engine.parameters(), said))
 
     def check(self, model: Path, folder: Path) -> None:
         """Compare all of it with fresh engines."""
@@ -95,6 +103,7 @@ def test_every_generation_is_by_the_trainers_weights(model: Path, stream: Path, 
         engine = adopt(trainer.vllm_generation.llm)
         assert engine.llm.llm_engine.vllm_config.weight_transfer_config.backend == "torch_delta"
         watch = Watch(trainer, engine)
+        watch.after_each_synchronisation()
         trainer.train()
     assert [(step, version) for step, version, *_ in watch.seen] == [(0, 0), (2, 1), (4, 2)]
     assert len(resets) == 2  # one per version that came
@@ -105,7 +114,10 @@ def test_every_generation_is_by_the_trainers_weights(model: Path, stream: Path, 
 def test_an_engine_that_sleeps_gets_all_of_its_weights_each_time(
     model: Path, stream: Path, tmp_path: Path, adopt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Level 2, as TRL has it. Sleep needs CUDA: here the weights are overwritten, and vLLM's worker is told of it."""
+    """Level 2, as TRL has it. Sleep needs CUDA: here the weights are overwritten, and vLLM's worker is told of it.
+
+    The next test is the real thing.
+    """
     from trl.generation import vllm_generation
 
     from tests.trl.trainers import grpo_trainer
@@ -117,6 +129,7 @@ def test_an_engine_that_sleeps_gets_all_of_its_weights_each_time(
         model, tmp_path / "out", DeltaSync(stream, base=model), max_steps=3, vllm_enable_sleep_mode=True
     )
     watch = Watch(trainer, trainer.vllm_generation.llm.engine)
+    watch.after_each_synchronisation()
     trainer.train()
     assert [(step, version) for step, version, *_ in watch.seen] == [(0, 0), (1, 1), (2, 2)]
     watch.check(model, tmp_path)
@@ -127,6 +140,39 @@ def test_an_engine_that_sleeps_gets_all_of_its_weights_each_time(
         *("wake weights", "update 1 reload", "wake kv_cache", "sleep"),
         *("wake weights", "update 2 reload", "wake kv_cache", "sleep"),
     ]
+
+
+@pytest.mark.gpu
+def test_an_engine_that_really_sleeps(model: Path, stream: Path, tmp_path: Path, adopt: Any) -> None:
+    """vLLM frees its memory on a GPU only. Looked at when it is about to sleep: before, its caches have no memory."""
+    import torch
+
+    from tests.trl.trainers import grpo_trainer
+    from torch_delta_trl import DeltaSync
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device: CPU engines do not sleep")
+    trainer = grpo_trainer(
+        model,
+        tmp_path / "out",
+        DeltaSync(stream, base=model),
+        max_steps=3,
+        vllm_enable_sleep_mode=True,
+        use_cpu=False,
+    )
+    llm = trainer.vllm_generation.llm
+    watch = Watch(trainer, adopt(llm))
+    inner = llm.sleep
+
+    def sleep(level: int) -> None:
+        assert level == 2
+        watch.look()
+        inner(level=level)
+
+    llm.sleep = sleep
+    trainer.train()
+    assert [(step, version) for step, version, *_ in watch.seen] == [(0, 0), (1, 1), (2, 2)]
+    watch.check(model, tmp_path)
 
 
 def sleepy(real: Any, log: list[str], adopt: Any) -> Any:

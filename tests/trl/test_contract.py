@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from torch_delta.errors import CaptureError, TorchDeltaError, UnsupportedFormat
 
@@ -76,6 +77,15 @@ class Recorder:
         return model
 
 
+class Adapted(torch.nn.Module):
+    """A model that writes down when its adapter is merged."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.merge_adapter = lambda: log.append("merge_adapter")
+        self.unmerge_adapter = lambda: log.append("unmerge_adapter")
+
+
 def synchronise(*, is_main_process: bool) -> tuple[list[str], Any]:
     """TRL's own synchronisation over two stand-in parameters."""
     from collections import defaultdict
@@ -93,7 +103,7 @@ def synchronise(*, is_main_process: bool) -> tuple[list[str], Any]:
     trainer = bare(
         AsyncGRPOTrainer,
         accelerator=recorder,
-        model=SimpleNamespace(),
+        model=Adapted(recorder.log),
         model_version=4,
         weight_transfer=recorder if is_main_process else None,
         rollout_worker=recorder if is_main_process else None,
@@ -111,6 +121,20 @@ def test_the_order_on_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log == ["pause", "barrier", "gather", "gather", "send 2", "barrier", "resume", "version 5"]
     assert trainer.model_version == 5
     assert {"perf/weight_sync_s", "perf/weight_sync_pause_s"} <= set(trainer._metrics["train"])
+
+
+def test_adapters_are_merged_around_the_transfer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `adapters.keep_unmerged` puts off; merging anywhere else would go unnoticed."""
+    from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
+
+    source = inspect.getsource(AsyncGRPOTrainer)
+    assert source.count("model.merge_adapter()") == source.count("model.unmerge_adapter()") == 1
+    assert "self._sync_weight_merged(t0)" in inspect.getsource(AsyncGRPOTrainer._sync_weight)
+    assert parameters(AsyncGRPOTrainer._sync_weight_merged) == ["self", "t0"]
+    monkeypatch.setattr(async_grpo_trainer, "logger", SimpleNamespace(info=lambda _: None))
+    monkeypatch.setattr(async_grpo_trainer, "is_peft_model", lambda _: True)
+    log, _ = synchronise(is_main_process=True)
+    assert log[2:7] == ["merge_adapter", "gather", "gather", "send 2", "unmerge_adapter"]
 
 
 def test_other_ranks_drain_the_iterator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,24 +335,6 @@ def trainer_of(model: object, **accelerator: object) -> Any:
         model=model,
         accelerator=SimpleNamespace(unwrap_model=lambda one: one, state=SimpleNamespace(**accelerator)),
     )
-
-
-def test_adapters_are_refused() -> None:
-    """A stand-in, or the real thing where `peft` is installed."""
-    from torch_delta_trl.contract import refuse_what_cannot_be_exact
-
-    model: object = SimpleNamespace(peft_config={"default": object()})
-    try:
-        import peft
-    except ImportError:
-        pass
-    else:
-        import torch
-
-        layer = torch.nn.Sequential(torch.nn.Linear(4, 4))
-        model = peft.PeftModel(layer, peft.LoraConfig(target_modules=["0"]))
-    with pytest.raises(CaptureError, match=r"PEFT adapters.*enable-lora"):
-        refuse_what_cannot_be_exact(trainer_of(model))
 
 
 def test_shardings_that_cannot_be_followed_are_refused() -> None:

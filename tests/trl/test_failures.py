@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -145,13 +146,7 @@ def test_a_server_that_died_is_left_out_and_catches_up(
 @pytest.mark.dist
 def test_two_ranks_of_fsdp(model: Path, server: Server, stream: Path, tmp_path: Path) -> None:
     """Every synchronisation is exact; a rank gathers nothing for it."""
-    from tests._dist import run_ranks
-    from tests.trl.ranks import train
-
-    ranks = run_ranks(
-        train, 2, timeout_s=240.0, model=str(model), out=str(tmp_path), stream=str(stream), url=server.url
-    )
-    assert [rank["sharded"] for rank in ranks] == [True, True]
+    ranks = train_two(model, tmp_path, stream, server.url)
     assert [rank["steps"] for rank in ranks] == [[1, 2, 3]] * 2
     assert [rank["streamed"] for rank in ranks] == [0, 0]
     assert ranks[0]["greedy"] == [
@@ -165,21 +160,49 @@ def test_two_ranks_of_fsdp(model: Path, server: Server, stream: Path, tmp_path: 
 
 
 @pytest.mark.dist
-def test_with_no_server_left_every_rank_ends(model: Path, mortal: Mortal, stream: Path, tmp_path: Path) -> None:
-    """And what was committed is there for whoever comes next. Data parallel this time."""
-    from tests._dist import run_ranks
-    from tests.trl.ranks import train
+def test_a_store_that_is_down_for_one_rank_for_a_while(
+    model: Path, server: Server, stream: Path, tmp_path: Path
+) -> None:
+    """FSDP2: uploads of one rank fail at the second version and are repeated; nobody else notices."""
+    ranks = train_two(model, tmp_path, stream, server.url, down="a while")
+    assert [rank["error"] for rank in ranks] == [None, None]
+    assert [rank["steps"] for rank in ranks] == [[1, 2, 3]] * 2
+    for step in (1, 2, 3):
+        bits = load(tmp_path / f"at-{step}.npz")
+        assert oracle.same(oracle.pulled(stream, step, tmp_path / f"pulled-{step}", model), bits), f"step {step}"
+    assert oracle.weight_version(server) == "3"
 
-    ranks = run_ranks(
-        train,
-        2,
-        timeout_s=240.0,
-        model=str(model),
-        out=str(tmp_path),
-        stream=str(stream),
-        url=mortal.url,
-        sharded=False,
-        kill_after_first_step=mortal.server.process.pid,
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("down", "error", "says"),
+    [("for good", PublishFailed, "rank 1.*503 from the object store"), ("at the server", FleetFailed, "version 2")],
+)
+def test_a_synchronisation_that_fails_reaches_every_rank(
+    down: str, error: type[Exception], says: str, model: Path, server: Server, stream: Path, tmp_path: Path
+) -> None:
+    """FSDP2: one rank cannot upload, or the server cannot read. All end in the same step; the server goes on."""
+    ranks = train_two(model, tmp_path, stream, server.url, down=down)
+    for rank in ranks:
+        assert rank["error"] == error.__name__
+        assert re.search(says, rank["message"]), rank["message"]
+        assert rank["steps"] == [1]
+        assert rank["synced"] == 1
+    assert oracle.greedy(server) == ranks[0]["greedy"][0]
+    assert oracle.weight_version(server) == "1"
+    assert server.get("/is_paused")[1] == {"is_paused": False}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("sharded", [True, False], ids=["fsdp", "ddp"])
+def test_with_no_server_left_every_rank_ends(
+    sharded: bool, model: Path, mortal: Mortal, stream: Path, tmp_path: Path
+) -> None:
+    """And what was committed is there for whoever comes next."""
+    if mortal.server.process.poll() is not None:
+        mortal.restart()
+    ranks = train_two(
+        model, tmp_path, stream, mortal.url, sharded=sharded, kill_after_first_step=mortal.server.process.pid
     )
     for rank in ranks:
         assert rank["error"] == FleetFailed.__name__
@@ -188,6 +211,17 @@ def test_with_no_server_left_every_rank_ends(model: Path, mortal: Mortal, stream
     commits = sorted(path.name for path in (stream / "commits").iterdir())
     assert [int(name.removesuffix(".json")) for name in commits] == [1, 2]
     assert json.loads((stream / "commits" / commits[-1]).read_text().splitlines()[0])["version"] == 2
+
+
+def train_two(model: Path, out: Path, stream: Path, url: str, *, sharded: bool = True, **options: Any) -> list[Any]:
+    """What two ranks say that trained; see `ranks.train`."""
+    from tests._dist import run_ranks
+    from tests.trl.ranks import train
+
+    where = {"model": str(model), "out": str(out), "stream": str(stream), "url": url}
+    ranks = run_ranks(train, 2, timeout_s=240.0, sharded=sharded, **where, **options)
+    assert [rank["sharded"] for rank in ranks] == [sharded, sharded]
+    return ranks
 
 
 def load(path: Path) -> oracle.Bits:

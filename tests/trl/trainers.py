@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 PROMPT = (2, 22, 4, 28, 3)
 NUM_TOKENS = 8
+TARGETS = ["q_proj", "down_proj"]
+"""Layers with an adapter, where tests have any."""
 
 
 class MadeUpRollouts:
@@ -89,6 +91,13 @@ def no_reward(completions: list[Any], **_: object) -> list[float]:
     return [0.0] * len(completions)
 
 
+def adapter(**options: Any) -> Any:
+    """A `peft_config`: plain LoRA, unless `options` say otherwise."""
+    from peft import LoraConfig
+
+    return LoraConfig(**{"r": 4, "lora_alpha": 16, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | options)
+
+
 def async_trainer(
     model: Path,
     out: Path,
@@ -98,9 +107,22 @@ def async_trainer(
     max_steps: int = 3,
     callbacks: list[Any] | None = None,
     kind: Any = None,
+    adapter: Any = None,
     **options: Any,
 ) -> Any:
-    """An AsyncGRPOTrainer of `torch_delta_trl` with made-up rollouts; `kind` is a subclass to use instead."""
+    """An AsyncGRPOTrainer of `torch_delta_trl` with made-up rollouts.
+
+    Args:
+        model: folder.
+        out: folder.
+        sync: DeltaSync.
+        url: of the server.
+        max_steps: optimizer steps.
+        callbacks: more of them.
+        kind: a subclass to use instead.
+        adapter: `peft_config` of the trainer.
+        options: of the config.
+    """
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
     from grpo.cpu import let_async_grpo_run
@@ -131,11 +153,12 @@ def async_trainer(
         reward_funcs=no_reward,
         rollout_worker=MadeUpRollouts(),
         callbacks=callbacks,
+        peft_config=adapter,
         delta_sync=sync,
     )
 
 
-def grpo_trainer(model: Path, out: Path, sync: Any, *, max_steps: int = 3, **options: Any) -> Any:
+def grpo_trainer(model: Path, out: Path, sync: Any, *, max_steps: int = 3, adapter: Any = None, **options: Any) -> Any:
     """A GRPOTrainer of `torch_delta_trl`, generating with vLLM: a server by `vllm_server_base_url`, else colocated."""
     from trl import GRPOConfig
 
@@ -166,5 +189,6 @@ def grpo_trainer(model: Path, out: Path, sync: Any, *, max_steps: int = 3, **opt
         args=GRPOConfig(**chosen | options),
         train_dataset=prompts(64),
         reward_funcs=vowels,
+        peft_config=adapter,
         delta_sync=sync,
     )

@@ -41,6 +41,8 @@ class FakeServer:
     refuse_resets: int = 0  # how many resets of the prefix cache it refuses
     overtaking: int = 0  # a version it goes to by itself when an update is asked for
     prepare_error: str | None = None  # every prepare ends with this
+    stream_id: str = "a" * 32  # that it follows
+    successor: str | None = None  # the stream that continues it, once the server looks; numbers start at 0 there
     url: str = ""
     generation: int = 1
     initialised: bool = False
@@ -48,7 +50,10 @@ class FakeServer:
     init_infos: list[dict] = field(default_factory=list)
     prepared: int = 0
     preparing: int | None = None
+    asked: int = 0  # requests to prepare
+    answered: int = 0  # the newest of them that was dealt with
     error: dict | None = None
+    leftover: dict | None = None  # an older error that the next look at a request to prepare still shows
     paused: bool = False
     session: bool = False
     stale: bool = False  # weights changed after the last reset
@@ -62,6 +67,7 @@ class FakeServer:
     def __post_init__(self) -> None:
         self.may_prepare = threading.Event()  # cleared: prepares do not end
         self.may_prepare.set()
+        self.wanted_id: str | None = None
         self.seen = threading.Condition()
         self._release = threading.Event()
         self._lock = threading.RLock()
@@ -109,6 +115,7 @@ class FakeServer:
         self._release = threading.Event()
         self.generation += 1
         self.initialised, self.version, self.prepared, self.error = False, 0, 0, None
+        self.preparing, self.asked, self.answered = None, 0, 0
         self.paused = self.session = self.stale = False
         self.start(port)
 
@@ -201,7 +208,7 @@ class FakeServer:
         return {
             "/init_weight_transfer_engine": lambda _, body: self._init(body["init_info"]),
             "rpc:torch_delta_status": lambda *_: (200, {"results": self.workers()}),
-            "rpc:torch_delta_prepare": lambda _, body: (200, {"results": self._prepare(body["args"][0]["version"])}),
+            "rpc:torch_delta_prepare": lambda _, body: (200, {"results": self._prepare(body["args"][0])}),
             "rpc:torch_delta_verify": lambda *_: (200, {"results": [{"accepted": True}] * self.num_workers}),
             "/pause": self._pause,
             "/resume": self._resume,
@@ -223,12 +230,14 @@ class FakeServer:
             }
         if name == "prepare":
             assert body["wait"] is False
-            return 200, {"workers": self._prepare(body["version"])}
+            return 200, {"workers": self._prepare(body)}
         if name == "verify":
             return 200, {"workers": [{"accepted": True}] * self.num_workers}
         assert name == "update", name
-        self.version = max(self.version, self.overtaking)
-        if body["version"] < self.version:
+        self.version = max(self.version, self.overtaking) if self.version is not None else None
+        if body.get("stream_id", self.stream_id) != self.stream_id:
+            return 409, {"error": {"message": f"this server follows stream {self.stream_id}"}}
+        if self.version is not None and body["version"] < self.version:
             return 409, {"error": {"message": "older than the version this server runs"}}
         if self.prepared < body["version"]:
             return 409, {"error": {"message": f"prepare version {body['version']} first"}}
@@ -241,8 +250,22 @@ class FakeServer:
         return 200, {}
 
     def workers(self) -> list[dict]:
+        if self.preparing is not None and self.leftover is not None:
+            shown, self.leftover = self.leftover, None
+            target, self.preparing, self.error = self.preparing, None, shown
+            said = self.workers()  # as between two jobs: the request is queued, and nothing runs
+            self.preparing, self.error = target, None
+            return said
         if self.preparing is not None and self.may_prepare.is_set():
+            self.answered = self.asked
             if self.prepare_error is None:
+                if self.wanted_id in {None, self.successor} and self.successor is not None:
+                    # The version it runs is none of the new stream: a reload, and not ready until then.
+                    self.stream_id, self.successor = self.successor, None
+                    self.version, self.prepared = None, 0
+                if self.wanted_id not in {None, self.stream_id}:
+                    message = f"nothing continues {self.stream_id} as {self.wanted_id}"
+                    self.error = {"phase": "prepare", "type": "ChainError", "message": message}
                 self.prepared = max(self.prepared, self.preparing)
             else:
                 self.error = {"phase": "prepare", "type": "StoreUnavailable", "message": self.prepare_error}
@@ -253,26 +276,29 @@ class FakeServer:
                 "generation": f"g{self.generation}r{rank}",
                 "initialised": self.initialised,
                 "stream": self.init_infos[-1].get("stream") if self.initialised else None,
+                "stream_id": self.stream_id if self.initialised else None,
+                "answered": self.answered,
                 "state": self.state,
                 "version": self.version,
-                "prepared": max(self.prepared, self.version),
+                "prepared": max(self.prepared, self.version or 0),
                 "preparing": None if self.preparing is None else {"target": self.preparing, "phase": "fetch"},
                 "error": self.error,
                 "dirty": None,
                 "session": self.session,
-                "ready": self.initialised and not self.session,
+                "ready": self.initialised and not self.session and self.version is not None,
                 "a field of tomorrow": 1,
             }
             for rank in reversed(range(self.num_workers))
         ]
 
-    def _prepare(self, version: int) -> list[dict]:
+    def _prepare(self, wanted: dict) -> list[dict]:
         if not self.initialised:
             return [
                 {"accepted": False, "error": {"type": "TorchDeltaError", "message": "init first"}}
             ] * self.num_workers
-        self.preparing, self.error = version, None
-        return [{"accepted": True, "target": version}] * self.num_workers
+        self.preparing, self.error, self.wanted_id = wanted["version"], None, wanted.get("stream_id")
+        self.asked += 1
+        return [{"accepted": True, "target": wanted["version"], "request": self.asked}] * self.num_workers
 
     def _pause(self, query: dict, _: object) -> tuple[int, object]:
         assert query == {"mode": "keep", "clear_cache": "true"}, "an implicit default would abort requests (F111)"
@@ -293,7 +319,10 @@ class FakeServer:
     def _update(self, info: dict) -> tuple[int, object]:
         assert self.session
         assert self.paused
-        if info["version"] > max(self.prepared, self.version):
+        if info.get("stream_id", self.stream_id) != self.stream_id:
+            self.session = False
+            return 500, {"error": {"message": f"this engine follows stream {self.stream_id}"}}
+        if info["version"] > max(self.prepared, self.version or 0):
             self.session = False
             return 500, {"error": {"message": f"prepare version {info['version']} first"}}
         self.version, self.stale = info["version"], True

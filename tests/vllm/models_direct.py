@@ -30,7 +30,7 @@ class Models:
             from vllm.model_executor.model_loader import get_model
             from vllm.platforms import current_platform
 
-            if not self._joined:
+            if not self._joined and hasattr(type(current_platform), "register_triton_kernel_overrides"):  # from 0.31 on
                 current_platform.register_triton_kernel_overrides()
             if options.pop("delta", True):
                 options["weight_transfer_config"] = {"backend": "torch_delta"}

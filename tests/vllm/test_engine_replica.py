@@ -11,7 +11,9 @@ import pytest
 from tests.vllm.stand_ins import Toy, write_toy_checkpoint
 from tests.vllm.tiny import Versions, read_checkpoint
 from torch_delta import crashpoints
-from torch_delta.store import Backoff, poll
+from torch_delta.store import Backoff, open_store, poll
+from torch_delta.stream import Stream
+from torch_delta.stream.lineages import walk
 from torch_delta.vllm.config import Operator
 from torch_delta.vllm.ranks import Solo
 from torch_delta.vllm.replica import Replica
@@ -210,6 +212,22 @@ def test_tensors_without_a_route_are_loaded_again_with_their_layer(rig: Rig) -> 
     assert replica.status()["last_apply"]["kind"] == "mixed"
     rig.versions.sparse(2, names=["embed.weight"])
     assert rig.prepared(replica)["plan"] == "patch"
+
+
+@pytest.mark.parametrize("mode", ["auto", "reload"])
+def test_a_version_is_loaded_in_one_go_however_many_tensors_go_that_way(rig: Rig, mode: str) -> None:
+    """F69: a load that ends layer by layer, once per batch of tensors, would reset the layers that are not in it."""
+    by_reload = {"layers.1.scale": "composed by its loader", "embed.weight": "repacked by the engine"}
+    replica, model = rig.start(unroutable=by_reload)
+    assert rig.attached(replica)["routes"]["reload"] == by_reload, (
+        "F55: what takes the slow path is to be seen, and why"
+    )
+    rig.versions.sparse(1)
+    rig.versions.sparse(2)
+    rig.prepared(replica, 2)
+    assert update(replica, 2, mode=mode) is None
+    assert model.events.count("reload") == 1
+    assert rig.same(model, 2)
 
 
 def test_a_mixed_update_reloads_everything_where_the_copy_has_moved_on(rig: Rig) -> None:
@@ -626,6 +644,53 @@ def test_a_stream_that_a_restarted_trainer_continues_is_followed(rig: Rig, live:
     assert model.num_open == 1
     replica.close()
     assert model.num_open == 0
+
+
+def stream_ids(url: str) -> list[str]:
+    """Of a stream and of all that continue it."""
+    with open_store(url) as store:
+        return [lineage.stream.load()[0].stream_id for lineage in walk(Stream(store))]
+
+
+@pytest.mark.parametrize("live", [0, 1, 2])
+@pytest.mark.parametrize("names_the_stream", [False, True])
+def test_a_version_is_that_of_the_newest_stream_whatever_the_engine_is_at(
+    rig: Rig, live: int, *, names_the_stream: bool
+) -> None:
+    """The old stream has versions 1 and 2 as well; the engine is at a smaller number, the same and a greater one."""
+    replica, model = rig.start()
+    rig.attached(replica)
+    rig.versions.sparse(1)
+    rig.versions.sparse(2)
+    if live:
+        rig.prepared(replica, live)
+        assert update(replica, live) is None
+    rig.versions.restart(0)
+    rig.versions.sparse(3)
+    old, new = stream_ids(rig.versions.url)
+    assert replica.status()["stream_id"] == old
+    said = replica.prepare({"version": 1} | ({"stream_id": new} if names_the_stream else {}))
+    status = settled(replica, lambda status: status["answered"] >= said["request"])
+    assert (status["stream_id"], status["prepared"], status["error"]) == (new, 1, None)
+    error = update(replica, 1, stream_id=old)
+    assert error is not None
+    assert (error["type"], "prepare that version first" in error["message"]) == ("ChainError", True)
+    assert update(replica, 1, stream_id=new) is None
+    assert rig.same(model, 1)
+    assert (replica.status()["version"], replica.status()["ready"]) == (1, True)
+
+
+def test_a_version_of_a_stream_that_nothing_continues_is_refused(rig: Rig) -> None:
+    replica, model = rig.start()
+    rig.attached(replica)
+    rig.versions.sparse(1)
+    said = replica.prepare({"version": 1, "stream_id": "f" * 32})
+    status = settled(replica, lambda status: status["answered"] >= said["request"])
+    assert status["error"]["type"] == "ChainError"
+    assert "nothing continues that" in status["error"]["message"]
+    assert (status["version"], status["ready"]) == (0, True)
+    assert rig.same(model, 0)
+    assert rig.prepared(replica, 1)["error"] is None
 
 
 def test_an_engine_that_follows_goes_over_by_itself(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

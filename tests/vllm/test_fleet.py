@@ -71,7 +71,8 @@ def test_an_update_over_the_plugins_routes_leaves_the_pause_to_the_server(fakes)
     assert (report.version, report.pause_s) == (2, 0.25)
     assert dict(report.phases_s) == {"pause": 0.125, "update": 0.125}
     sent = [body for route, body in fake.bodies if route == "/torch_delta/update"]
-    assert sent == [{"version": 2, "mode": "auto", "timeout_s": 120.0, "resume_timeout_s": 60.0}]
+    options = {"mode": "auto", "timeout_s": 120.0, "resume_timeout_s": 60.0}
+    assert sent == [{"version": 2, "stream_id": fake.stream_id, **options}]
 
 
 def test_a_server_that_went_further_by_itself_has_not_failed(fakes) -> None:

@@ -40,6 +40,8 @@ class FakeCalls:
         self.initialised = initialised
         self.preparing: list[int | None] = []  # statuses that still say "preparing"
         self.next_prepared = 0
+        self.asked = self.answered = 0
+        self.stream_id = "a" * 32
         self.error: dict | None = None
         self.paused = self.session = False
         self.cached_version = 0
@@ -62,10 +64,13 @@ class FakeCalls:
             if not self.initialised:
                 return [{"accepted": False, "error": {"type": "RequestRefused", "message": "init first"}}]
             self.next_prepared = argument["version"] if argument["version"] is not None else 9
-            return [{"accepted": True, "target": argument["version"]}] * self.num_workers
+            self.asked += 1
+            return [{"accepted": True, "target": argument["version"], "request": self.asked}] * self.num_workers
         if method == "torch_delta_verify":
             return [{"accepted": True}] * self.num_workers
         busy = {"phase": "fetch", "target": self.preparing.pop(0)} if self.preparing else None
+        if busy is None:
+            self.answered = self.asked
         if busy is None and self.error is None:
             self.prepared = max(self.prepared, self.next_prepared)
         return [
@@ -75,6 +80,8 @@ class FakeCalls:
                 "version": self.version,
                 "prepared": self.prepared,
                 "preparing": busy,
+                "stream_id": self.stream_id,
+                "answered": self.answered,
                 "error": self.error,
                 "session": self.session,
                 "ready": True,
@@ -407,7 +414,7 @@ def test_vllms_client_is_called_with_every_option_named() -> None:  # row F111
     ]
 
 
-def test_servers_whose_workers_cannot_all_be_asked_are_refused() -> None:
+def test_servers_whose_workers_cannot_all_be_asked_are_refused() -> None:  # row F112: replicas that pause one by one
     def client(*, replicas: int = 1, processes: int = 1, backend: str | None = "torch_delta") -> Any:
         parallel = SimpleNamespace(data_parallel_size=replicas, _api_process_count=processes)
         transfer = None if backend is None else SimpleNamespace(backend=backend)
@@ -456,10 +463,11 @@ def test_unknown_missing_and_impossible_fields_are_named() -> None:
     assert fields({"version": 3}, _UPDATE) == {
         "version": 3,
         "mode": "auto",
+        "stream_id": None,
         "timeout_s": 120.0,
         "resume_timeout_s": 60.0,
     }
-    assert fields({}, _PREPARE) == {"version": None, "timeout_s": None, "wait": False}
+    assert fields({}, _PREPARE) == {"version": None, "stream_id": None, "timeout_s": None, "wait": False}
     for given, match in [
         ({"version": 3, "force": True}, "unknown field 'force'; known: version, mode"),
         ({}, "version is missing"),

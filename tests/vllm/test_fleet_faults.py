@@ -151,6 +151,18 @@ def test_a_prepare_that_fails_names_the_workers_reason(fakes) -> None:  # rows F
         assert bad.version == 2
 
 
+def test_an_older_error_is_not_that_of_a_prepare_that_has_not_begun(fakes) -> None:
+    """Of an update that was refused, and of a prepare before this one."""
+    fake = fakes()
+    with Fleet([fake.url], config=FleetConfig(**QUICK)) as fleet:
+        fleet.update(1)
+        for phase in ("apply", "prepare"):
+            fake.leftover = {"phase": phase, "type": "RequestRefused", "message": "unknown field typo"}
+            version = fake.version + 1
+            assert fleet.update(version).reports[fake.url].version == version
+            assert fake.leftover is None, "it was shown"
+
+
 def test_a_prepare_that_does_not_end_runs_into_the_deadline(fakes) -> None:  # row F32
     bad, good = fakes(), fakes()
     bad.may_prepare.clear()

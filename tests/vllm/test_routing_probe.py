@@ -297,6 +297,26 @@ def test_anything_else_is_left_to_the_reload_path_with_the_reason(case) -> None:
     live.close()
 
 
+def test_a_weight_that_the_engine_keeps_in_another_shape_is_left_to_the_reload_path() -> None:
+    """F73: experts in blocks of the hardware's, which the loader does not fit into any more once it has run."""
+
+    def loader(toy, name, w):
+        dict(toy.named_parameters())[name].data.copy_(w)
+
+    toy = Toy(loader, (8, 6))
+    toy.norm = torch.nn.LayerNorm(6, bias=False, dtype=torch.bfloat16)
+    base = {"weight": random_bits((8, 6), seed=1), "norm.weight": random_bits((6,), seed=2)}
+    toy.load_weights(base.items())
+    toy.weight.data = toy.weight.data.view(2, 4, 3, 2).permute(0, 2, 1, 3).contiguous()
+    before = bits_of(toy.weight).copy()
+    schema = schema_of(base)
+    live = LiveModel.probe(toy, schema)
+    live.settle([live.reach], 0)
+    assert "does not work on a stand-in" in live.unrouted[schema.index("weight")]
+    np.testing.assert_array_equal(bits_of(toy.weight), before)
+    live.close()
+
+
 def test_one_tensor_that_cannot_be_probed_does_not_spoil_the_others() -> None:
     def loader(toy, name, w):
         if name == "b":

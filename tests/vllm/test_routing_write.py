@@ -15,7 +15,7 @@ from torch_delta.errors import ApplyFailed, DigestMismatch, FormatError
 from torch_delta.format.box import Box
 from torch_delta.format.digest import ZERO, digest_words
 from torch_delta.receive.patches import PatchSlice
-from torch_delta.vllm.routing import Cancelled, LiveModel, check_summaries, kernels
+from torch_delta.vllm.routing import Cancelled, LiveModel, check_summaries, jobs, kernels
 from torch_delta.vllm.routing import write as writing
 from torch_delta.vllm.routing.memory import Storage
 
@@ -54,7 +54,7 @@ def open_live(toy, base, num_threads=2):
 def path(request, monkeypatch):
     """The write with and without numba, and that of memory that is no host memory: the same bits, the same failures."""
     if request.param == "numpy":
-        monkeypatch.setattr(writing, "compiled_write", lambda index, bits: None)
+        monkeypatch.setattr(jobs, "compiled_write", lambda index, bits: None)
     elif request.param == "device":
         make = Storage.__init__
 
@@ -187,6 +187,55 @@ def test_old_bits_that_are_not_those_of_the_plan_stop_the_write_and_everything_i
     live.write(plan)  # the same plan, once the cause is gone
     for name, at in (("q", 0), ("v", 1)):
         np.testing.assert_array_equal(bits_of(toy.weight)[at], bits_of(new[name]))
+    live.close()
+
+
+class Many(torch.nn.Module):
+    """Many parameters with memory of their own, some of one element and of two widths."""
+
+    SHAPES = tuple((1 + at % 3, 1 + at % 7) for at in range(40))
+
+    def __init__(self):
+        super().__init__()
+        for at, shape in enumerate(self.SHAPES):
+            dtype = torch.float32 if at % 8 == 5 else torch.bfloat16
+            data = torch.zeros(shape, dtype=dtype)
+            self.register_parameter(f"p{at:02d}", torch.nn.Parameter(data, requires_grad=False))
+
+    def load_weights(self, weights):
+        for name, w in weights:
+            getattr(self, name).data.copy_(w)
+
+
+@pytest.mark.parametrize("damaged", [0, 17, 29, 39])
+def test_many_tensors_are_few_units_of_work_and_a_failure_names_the_right_one(path, damaged) -> None:
+    toy = Many()
+    base = {name: random_bits(tuple(p.shape), p.dtype, seed=at) for at, (name, p) in enumerate(toy.named_parameters())}
+    _toy, live, schema, _ = open_live(toy, base)
+    new = {name: changed(tensor, 1.0, 5) for name, tensor in base.items()}
+    first = {name: tensor.flatten()[:1] for name, tensor in new.items()}
+    patch = {
+        schema.index(name): (PatchSlice(Box((0, 0), tuple(new[name].shape)), np.zeros(1, np.uint32), bits_of(one)),)
+        for name, one in first.items()
+    }
+    plan = live.plan([make_patch(1, patch)])
+    assert len(plan.jobs) == (0 if path == "device" else 2), "one per width of elements"
+    memory = getattr(toy, f"p{damaged:02d}").data.view(torch.uint8)
+    memory.view(-1)[0] ^= 1
+    before = [bits_of(parameter).copy() for parameter in toy.parameters()]
+    with pytest.raises(ApplyFailed, match=f"into p{damaged:02d}: live bits are not those") as caught:
+        live.write(plan)
+    assert caught.value.tensor_index == schema.index(f"p{damaged:02d}")
+    for parameter, bits in zip(toy.parameters(), before, strict=True):
+        np.testing.assert_array_equal(bits_of(parameter), bits)
+    memory.view(-1)[0] ^= 1
+    undo = live.write(plan)
+    for name, parameter in toy.named_parameters():
+        held, wanted = bits_of(parameter).reshape(-1), bits_of(base[name]).reshape(-1).copy()
+        wanted[0] = bits_of(first[name])[0]
+        np.testing.assert_array_equal(held, wanted)
+    live.rollback(undo)
+    assert live.digest() == digests(schema, base)
     live.close()
 
 

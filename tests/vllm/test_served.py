@@ -9,10 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.lanes import HAS_VLLM
 from tests.vllm.folder_bucket import FolderBucket
 from tests.vllm.servers import MODEL, Server
 from tests.vllm.tiny import Versions
@@ -30,6 +32,8 @@ STREAM = "s3://bucket/run"
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 LONG = {"max-model-len": 1024, "enable-scale-out": True}
 WAIT_S = 120.0
+TELLS_WEIGHTS_APART = HAS_VLLM and tuple(map(int, metadata.version("vllm").split(".")[:2])) >= (0, 32)
+"""Whether this vLLM says which of a request's tokens were made by which weights."""
 
 
 class World:
@@ -219,7 +223,7 @@ def test_tokens_go_on_during_a_slow_prepare(world: World, serving: Server, fleet
 
 
 def test_a_request_in_flight_goes_on_and_its_tokens_are_told_apart(world: World, serving: Server, fleet: Fleet) -> None:
-    """F102: which weights made which token is in the answer of vLLM's own token route."""
+    """F102: which weights made which token is in the answer of vLLM's own token route, from 0.32 on."""
     before = worker(serving)["version"]
     version = world.versions.dense(21)
     fleet.prepare(version)
@@ -242,9 +246,30 @@ def test_a_request_in_flight_goes_on_and_its_tokens_are_told_apart(world: World,
     assert watched.num_between(ended, float("inf")) > 0
     assert status == 200, body
     (choice,) = body["choices"]
+    assert len(choice["token_ids"]) == 900
+    if not TELLS_WEIGHTS_APART:
+        return
     spans = choice["weight_versions"]
     assert [span["version"] for span in spans] == [str(before), str(version)]
     assert spans[0]["start"] == 0 < spans[0]["end"] == spans[1]["start"] < spans[1]["end"] == len(choice["token_ids"])
+
+
+def test_a_request_given_up_during_the_pause_harms_nobody(world: World, serving: Server, fleet: Fleet) -> None:
+    """F112: its client goes away while the scheduler stands still; others, and the update, go on."""
+    version = world.versions.sparse(25)
+    fleet.prepare(version)
+    staying = serving.background_stream(num_tokens=600)
+    leaving = serving.stream(num_tokens=900)
+    next(leaving)
+    staying.wait_for_first()
+    assert serving.post("/pause?mode=keep&clear_cache=true")[0] == 200
+    leaving.close()  # the connection with it
+    assert serving.post("/start_weight_update")[0] == 200
+    assert serving.post("/update_weights", {"update_info": {"version": version}})[0] == 200
+    assert serving.post("/finish_weight_update", {"weight_version": str(version)})[0] == 200
+    assert serving.post("/resume")[0] == 200
+    assert len(staying.tokens()) == 600
+    check_digests(serving, version)
 
 
 def test_a_cached_prefix_does_not_survive_its_weights(world: World, serving: Server, fleet: Fleet, engine) -> None:

@@ -15,7 +15,7 @@ from torch_delta.capture import arrays
 from torch_delta.capture.packed_torch import reduce_on_device
 from torch_delta.codec.bits import index_dtype
 from torch_delta.codec.change import Change
-from torch_delta.codec.digest import digest_box, digest_delta
+from torch_delta.codec.digest import digest_box
 from torch_delta.codec.packed.reduced import reduce_change
 
 if TYPE_CHECKING:
@@ -55,7 +55,13 @@ class Boxed(Protocol):
 
 
 def changes_of(
-    schema: Schema, unit: Boxed, record: Record, known: Sequence[Digest], region: Callable[[], torch.Tensor] | None
+    schema: Schema,
+    unit: Boxed,
+    record: Record,
+    known: Sequence[Digest],
+    region: Callable[[], torch.Tensor],
+    *,
+    reduces: bool,
 ) -> Iterator[tuple[int, Change]]:
     """One change per piece with changes: (number of the piece, change with its increment).
 
@@ -64,7 +70,8 @@ def changes_of(
         unit: that was collected.
         record: what was found in it.
         known: digest of each piece before.
-        region: gives the unit's bits, before or after; the changes are reduced with them. None: they are not reduced.
+        region: gives the unit's bits as of the collect in progress.
+        reduces: whether the changes are reduced with them, for `packed`.
     """
     new = arrays.host(record.new)
     if record.index is None or record.old is None:
@@ -76,7 +83,7 @@ def changes_of(
         return
     index, old = record.index.cpu().numpy(), arrays.host(record.old)
     cuts = np.searchsorted(index, unit.starts)
-    around = region() if region is not None else None
+    around = region() if reduces else None
     whole: Bits | None = None
     for slot in np.flatnonzero(np.diff(cuts)).tolist():
         piece = unit.pieces[slot]
@@ -84,7 +91,7 @@ def changes_of(
         count = int(cuts[slot + 1] - cuts[slot])
         dense: Bits | None = None
         if piece.numel > count >= piece.numel * new.itemsize / (4 + new.itemsize):  # as large as positions and values
-            whole = arrays.host(unit.current()) if whole is None else whole
+            whole = arrays.host(region()) if whole is None else whole
             dense = whole[unit.starts[slot] : unit.starts[slot + 1]].copy()
         before, after = old[part], new[part]
         change = Change(
@@ -105,7 +112,7 @@ def changes_of(
                 on_device = (positions, record.old[part], record.new[part], here.to(positions.device))
                 reduced = reduce_on_device(dtype, piece.box, *on_device)
             change = replace(change, reduced=reduced)
-        yield slot, change.with_increment(digest_delta(change.flat_index(schema), before, after))
+        yield slot, change.with_digests(schema)
 
 
 def _box_index(index: Index, start: int, numel: int) -> Index:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -16,6 +17,7 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -75,6 +77,66 @@ class _Batch(Generic[_Item, _Result]):
             except BaseException as error:
                 with self._lock:
                     self.failure = self.failure if self.failure is not None else error
+
+
+class Aside(Generic[_Item]):
+    """Work that helpers do while the caller goes on and brings more; what none has begun in the end, the caller does.
+
+    Used by one thread. Gradients are off in the work. Without helpers it is done at once.
+
+    Args:
+        work: what to do with an item; releases the GIL.
+    """
+
+    def __init__(self, work: Callable[[_Item], object]) -> None:
+        self._work = work
+        self._waiting: deque[_Item] = deque()
+        self._running: list[Future[None]] = []
+        self._failure: BaseException | None = None
+
+    def add(self, item: _Item) -> None:
+        """Hand over an item."""
+        self._waiting.append(item)
+        helpers = num_threads() - 1
+        if helpers < 1:
+            self.finish()
+            return
+        self._running = [future for future in self._running if not future.done()]
+        if len(self._running) < helpers:
+            self._running.append(_pool(helpers).submit(self._drain))
+
+    def finish(self) -> None:
+        """Everything is done when this returns.
+
+        Raises:
+            Exception: the first one raised by `work`; no item was begun after it.
+        """
+        self._drain()
+        self._wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Begin nothing more, and wait for what runs. Never raises."""
+        self._waiting.clear()
+        self._wait()
+
+    def _wait(self) -> None:
+        for future in self._running:
+            if not future.cancel():
+                future.result()
+
+    @torch.no_grad()
+    def _drain(self) -> None:
+        while self._failure is None:
+            try:
+                item = self._waiting.popleft()
+            except IndexError:
+                return
+            try:
+                self._work(item)
+            except BaseException as error:
+                self._failure = error
 
 
 @cache

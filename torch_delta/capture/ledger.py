@@ -55,16 +55,19 @@ class Keeper(Protocol):
         ...
 
 
+Entry = tuple[int, "Record", dict[int, Digest]]
+"""(unit, what was found, digests before by piece)."""
+
+
 @dataclass(slots=True)
 class _Token:
     number: int
-    records: list[tuple[int, Record, dict[int, Digest]]] = field(default_factory=list)
-    """(unit, what was found, digests before by piece)."""
+    records: list[Entry] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
 
 
 class Ledger:
-    """Collect, commit, roll back over some units. Threads: any; every method but `take` holds one lock.
+    """Collect, commit, roll back over some units. Threads: any; all but `take`, `find` and `file` hold one lock.
 
     Args:
         schema: of the stream.
@@ -100,20 +103,29 @@ class Ledger:
 
     def take(self, number: int, *, is_lost: bool = False) -> None:
         """Collect one unit. Several threads may take different units at a time."""
-        token = self._open[-1]
+        found = self.find(number, is_lost=is_lost)
+        if found is not None:
+            self.file(found)
+
+    def find(self, number: int, *, is_lost: bool = False) -> Entry | None:
+        """The half of `take` that needs the weights; None if nothing changed. `file` is the other one."""
         record = self._keepers[number].take(is_lost=is_lost)
         if record is None:
-            return
-        before: dict[int, Digest] = {}
-        token.records.append((number, record, before))
-        unit = self._units[number]
-        known = self._digests[number]
-        region = self._keepers[number].region if self.wants_ranks else None
-        for slot, change in changes_of(self._schema, unit, record, known, region):
+            return None
+        entry: Entry = (number, record, {})
+        self._open[-1].records.append(entry)
+        return entry
+
+    def file(self, entry: Entry) -> None:
+        """Make changes of what `find` found; any thread, before `finish`. Needs the keeper's region."""
+        number, record, before = entry
+        unit, keeper, known = self._units[number], self._keepers[number], self._digests[number]
+        changes = changes_of(self._schema, unit, record, known, keeper.region, reduces=self.wants_ranks)
+        for slot, change in changes:
             before[slot] = known[slot]
             assert change.increment is not None
             known[slot] = known[slot] + change.increment
-            token.changes.append(change)
+            self._open[-1].changes.append(change)
 
     def finish(self, **facts: Any) -> Collected:
         """Close the change set of the newest token.

@@ -136,7 +136,7 @@ def _reduce_piece(  # noqa: PLR0917 - one caller
     blocks[:numel] = region[piece.start : piece.stop]
     blocks[here] = before
     blocks = (blocks & exponent.magnitude).view(-1, _BLOCK)
-    limits = exponent.tables(boundary, np.dtype(f"<u{old.element_size()}")).limits.tolist()
+    limits = exponent.limits(boundary)
     of_block = _count(blocks, limits)
     of_block[-1, 0] -= blocks.numel() - numel if _class(0, limits) == 0 else 0
     before_block = torch.cumsum(of_block, 0) - of_block

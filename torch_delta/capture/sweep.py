@@ -43,8 +43,7 @@ def sweep(before: torch.Tensor, now: torch.Tensor) -> Found:
     new = arrays.host(now)
 
     def piece(part: slice, was: Bits, index: Any, old: Bits, found: Bits) -> int:
-        here = new[part]
-        count: int = kernel(here, _words(here), was, _words(was), np.empty(BLOCK, np.int32), index, old, found)
+        count: int = kernel(new[part], was, index, old, found)
         return count
 
     return _in_pieces(before, piece)
@@ -67,10 +66,7 @@ def sweep_masters(before: torch.Tensor, masters: torch.Tensor) -> Found | None:
     wide = arrays.host(masters.view(torch.int32))
 
     def piece(part: slice, was: Bits, index: Any, old: Bits, found: Bits) -> int:
-        rounded = np.empty(BLOCK, np.uint16)
-        scratch = (rounded, rounded.view(np.uint64))
-        hit = np.empty(BLOCK, np.int32)
-        count: int = kernel(wide[part], nan_bits, *scratch, was, _words(was), hit, index, old, found)
+        count: int = kernel(wide[part], nan_bits, np.empty(BLOCK, np.uint16), was, index, old, found)
         return count
 
     return _in_pieces(before, piece)
@@ -106,9 +102,3 @@ def _in_pieces(before: torch.Tensor, work: Callable[[slice, Bits, Any, Bits, Bit
     index, old, new = parts[0] if len(parts) == 1 else tuple(map(np.concatenate, zip(*parts, strict=True)))
     signed = np.dtype(f"i{bits.itemsize}") if bits.itemsize > 1 else np.dtype(np.uint8)
     return torch.from_numpy(index), torch.from_numpy(old.view(signed)), torch.from_numpy(new.view(signed))
-
-
-def _words(bits: Bits) -> Bits:
-    """All whole words of 8 bytes, at any alignment."""
-    words: Bits = bits[: bits.size - bits.size % (8 // bits.itemsize)].view(np.uint64)
-    return words

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from torch_delta.capture import arrays
+from torch_delta.capture.crew import Aside
 from torch_delta.capture.history import Persistent
 from torch_delta.capture.ledger import Ledger
 from torch_delta.capture.ownership import Claim, exchange, least_loaded
@@ -104,11 +105,16 @@ class TensorSource:
         started = time.perf_counter()
         with self._ledger.lock:
             self._ledger.begin()
+            filing = Aside(self._ledger.file)  # from our copies: the walk goes on meanwhile
             try:
                 for unit in self._walk():
-                    self._ledger.take(self._numbers[unit.name])
+                    found = self._ledger.find(self._numbers[unit.name])
                     unit.release()
+                    if found is not None:
+                        filing.add(found)
+                filing.finish()
             except BaseException:
+                filing.stop()
                 self._ledger.abandon()
                 raise
             return self._ledger.finish(seconds=time.perf_counter() - started, info={"mode": "tensors"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from torch_delta.config import RetentionConfig
 from torch_delta.format.keys import ANCHORS_PREFIX, PARTS_PREFIX
 from torch_delta.stream import Stream
 from torch_delta.stream.collect import collect_garbage
+from torch_delta.stream.lineages import walk
 
 if TYPE_CHECKING:
     import argparse
@@ -21,15 +23,25 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace, store: Store, output: Output) -> int:
-    """Make room in `store`, or say what would go; status 1 if something could not go, or somebody else deletes."""
+    """Make room in `store` and what continues it, or say what would go; status 1 if something could not go."""
     config = RetentionConfig(
         keep_anchors=arguments.keep_anchors, grace_s=arguments.grace, budget_bytes=arguments.budget
     )
-    stream = Stream(store)
-    stream.load()
+    status = OK
+    with contextlib.ExitStack() as stack:
+        for stream, via in walk(Stream(store)):
+            if via is not None:
+                stack.enter_context(stream.store)
+                output.line(f"it goes on at {via.root}:", style="bold")
+            status = max(status, _clean(stream, config, output, dry_run=arguments.dry_run))
+    return status
+
+
+def _clean(stream: Stream, config: RetentionConfig, output: Output, *, dry_run: bool) -> int:
+    store = stream.store
     total_bytes = sum(item.size_bytes for prefix in (PARTS_PREFIX, ANCHORS_PREFIX) for item in store.list(prefix))
     with output.progress("deleting", total_bytes) as advance:
-        report = collect_garbage(stream, config, dry_run=arguments.dry_run, on_bytes=advance)
+        report = collect_garbage(stream, config, dry_run=dry_run, on_bytes=advance)
     output.record({"url": store.url, **asdict(report), "over_budget_bytes": report.over_budget_bytes})
     _show(output, report)
     return PROBLEM if report.failures or report.holder is not None else OK
@@ -45,6 +57,8 @@ def _show(output: Output, report: RetentionReport) -> None:
         f"{counted(report.num_orphans, 'orphaned object')}, {counted(report.num_expired_leases, 'expired lease')}, "
         f"{human_bytes(report.freed_bytes)}"
     )
+    for root in report.forks:
+        output.line(f"{verb}: {root} beside it, where a writer was killed while it forked this stream")
     if report.floor is None:
         output.line("no version goes: there are not two complete anchors yet", style="yellow")
     else:

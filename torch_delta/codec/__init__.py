@@ -5,7 +5,7 @@
     decode.py     frames and payloads ──▶ changes, proved against the reader's own old bits before anything is written
     digest.py     the additive digest of arrays, boxes and changes;  geometry.py says where a box lies in its tensor
     encodings/    one file per encoding behind one small registry
-    kernels.py    compiled twins of the three hot loops, used where numba is installed
+    kernels.py    compiled twins of the hot loops, used where numba is installed;  lanes.py: 64 elements as one mask
 
 Elements are unsigned integers of their own width throughout, never floats: -0.0 differs from 0.0 and a NaN equals
 itself (see `bits.py`). The numpy code is the specification; what is compiled is tested to be equal to it.

@@ -9,8 +9,9 @@ import numpy as np
 
 from torch_delta.codec.bits import Bits, Index, bits_dtype, index_dtype
 from torch_delta.codec.diff import diff
-from torch_delta.codec.digest import digest_box, digest_delta
+from torch_delta.codec.digest import digest_box, digest_changes
 from torch_delta.codec.geometry import Layout
+from torch_delta.format.digest import ZERO
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -40,6 +41,7 @@ class Change:
         reduced: what `packed` needs of the bits of the whole box, one entry per piece with changes
             (`packed.reduced.reduce_change`); None: the box was not at hand, and `packed` does without classes.
         increment: what the change adds to the tensor's digest; computed from index, old and new where it is None.
+        digests: of the old and of the new bits at `index`, where they were computed from these very arrays.
     """
 
     tensor: int
@@ -50,6 +52,7 @@ class Change:
     dense: Bits | None = None
     reduced: tuple[Reduced, ...] | None = None
     increment: Digest | None = None
+    digests: tuple[Digest, Digest] | None = None
 
     @classmethod
     def resend(cls, tensor: int, box: Box, new: Bits, increment: Digest) -> Change:
@@ -80,19 +83,42 @@ class Change:
         """The same change, with its increment stated."""
         return replace(self, increment=increment)
 
+    def with_digests(self, schema: Schema) -> Change:
+        """The same change with `digests`, and its increment if that is not stated yet; in O(count).
+
+        Raises:
+            ValueError: the old bits are not known.
+        """
+        digests = self.computed_digests(schema)
+        increment = digests[1] - digests[0] if self.increment is None else self.increment
+        return replace(self, digests=digests, increment=increment)
+
+    def computed_digests(self, schema: Schema) -> tuple[Digest, Digest]:
+        """Digest of the old and of the new bits, in O(count) unless `digests` is known.
+
+        Raises:
+            ValueError: the old bits are not known.
+        """
+        if self.digests is not None:
+            return self.digests
+        spec = schema.tensors[self.tensor]
+        if self.old is None:
+            raise ValueError(f"{spec.name}: no old bits to compute a digest increment from")
+        if not self.count:
+            return ZERO, ZERO
+        if self.index is None:
+            before, after = (bits.reshape(self.box.shape) for bits in (self.old, self.new))
+            return digest_box(before, self.box, spec.shape), digest_box(after, self.box, spec.shape)
+        return digest_changes(Layout.of(self.box, spec.shape), self.index, self.old, self.new)
+
     def computed_increment(self, schema: Schema) -> Digest:
         """The increment from index, old and new, in O(count).
 
         Raises:
             ValueError: the old bits are not known.
         """
-        if self.old is None:
-            raise ValueError(f"{schema.tensors[self.tensor].name}: no old bits to compute a digest increment from")
-        if self.index is None:
-            shape = schema.tensors[self.tensor].shape
-            before, after = (bits.reshape(self.box.shape) for bits in (self.old, self.new))
-            return digest_box(after, self.box, shape) - digest_box(before, self.box, shape)
-        return digest_delta(self.flat_index(schema), self.old, self.new)
+        before, after = self.computed_digests(schema)
+        return after - before
 
     def check(self, schema: Schema) -> None:
         """Check the change against the schema and itself.

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from torch_delta.codec.bits import Bits, Index, blocks, check_bits, flat_chunks
 from torch_delta.codec.geometry import Layout
-from torch_delta.codec.kernels import DIGEST_DELTA, DIGEST_ROWS
+from torch_delta.codec.kernels import DIGEST_CHANGES, DIGEST_DELTA, DIGEST_ROWS
 from torch_delta.format.box import Box
 from torch_delta.format.digest import MASK64, NUM_COLUMN_KEYS, ZERO, Digest, column_keys
 
@@ -115,6 +115,25 @@ def digest_delta(index: Index, old: Bits, new: Bits) -> Digest:
         else:
             total += Digest(tuple(map(int, kernel(where, delta, *_column_keys()))))  # type: ignore[arg-type]
     return total
+
+
+def digest_changes(layout: Layout, index: Index, old: Bits, new: Bits) -> tuple[Digest, Digest]:
+    """Digest of some elements of a box before and after a change, in O(len(index)); their difference is the increment.
+
+    Args:
+        layout: of the box in its tensor.
+        index: box-local positions, strictly increasing; uint32 or int64.
+        old: bits before, `[len(index)]`.
+        new: bits after, of the same dtype and length.
+    """
+    kernel = DIGEST_CHANGES[old.itemsize].get(index.size) if old.itemsize in DIGEST_CHANGES and index.size else None
+    if kernel is None:
+        flat, zeros = layout.flat_index(index), np.zeros_like(old)
+        return digest_delta(flat, zeros, old), digest_delta(flat, zeros, new)
+    where, first = (index, layout.first) if len(layout.steps) == 1 else (layout.flat_index(index), 0)
+    arrays = (np.ascontiguousarray(array) for array in (old, new))
+    found = [int(lane) for lane in kernel(np.ascontiguousarray(where), first, *arrays, *_column_keys())]
+    return Digest((found[0], found[1])), Digest((found[2], found[3]))
 
 
 def _digest_in_pieces(bits: Bits, box: Box, full_shape: Sequence[int]) -> Digest:

@@ -132,7 +132,7 @@ def _prepared(schema: Schema, changes: Iterable[Change], run: _Map, *, cut: bool
 
     def prepare(change: Change) -> Change:
         is_complete = change.increment is not None or not change.count
-        return change if is_complete else change.with_increment(change.computed_increment(schema))
+        return change if is_complete else change.with_digests(schema)
 
     ordered = sorted(changes, key=lambda change: (change.tensor, change.box.offset))
     for change in ordered:

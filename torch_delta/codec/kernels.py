@@ -151,6 +151,45 @@ def _digest_delta(numba: Any) -> Callable[..., Any]:
     return compiled
 
 
+def _digest_changes(width: int) -> Callable[[Any], Callable[..., Any]]:
+    def build(numba: Any) -> Callable[..., Any]:
+        splitmix64 = numba.njit(_splitmix64)
+
+        def digest_changes(index, first, old, new, keys0, keys1):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0917
+            # Positions ascend, so that block keys are needed once per block: sums of a block first.
+            before0 = before1 = after0 = after1 = _U(0)
+            old0 = old1 = new0 = new1 = _U(0)
+            block = np.int64(-1)
+            for i in range(index.size):
+                at = first + np.int64(index[i])
+                if at >> 10 != block:
+                    if i:
+                        key0 = splitmix64(_U(2 << 48) + _U(block)) | _U(1)
+                        key1 = splitmix64(_U(3 << 48) + _U(block)) | _U(1)
+                        before0, before1 = before0 + old0 * key0, before1 + old1 * key1
+                        after0, after1 = after0 + new0 * key0, after1 + new1 * key1
+                        old0 = old1 = new0 = new1 = _U(0)
+                    block = at >> 10
+                column = _U(at & 1023)
+                was, now = _U(old[i]), _U(new[i])
+                old0 += keys0[column] * was
+                old1 += keys1[column] * was
+                new0 += keys0[column] * now
+                new1 += keys1[column] * now
+            key0 = splitmix64(_U(2 << 48) + _U(block)) | _U(1)
+            key1 = splitmix64(_U(3 << 48) + _U(block)) | _U(1)
+            return before0 + old0 * key0, before1 + old1 * key1, after0 + new0 * key0, after1 + new1 * key1
+
+        types, keys = numba.types, view(numba, "uint64")
+        bits = view(numba, f"uint{8 * width}")
+        result = types.UniTuple(types.uint64, 4)
+        signatures = [result(view(numba, kind), types.int64, bits, bits, keys, keys) for kind in ("uint32", "int64")]
+        compiled: Callable[..., Any] = numba.njit(signatures, nogil=True)(digest_changes)
+        return compiled
+
+    return build
+
+
 def _changed(numba: Any) -> Callable[..., Any]:
     def changed(old, new, per_word, num_bits, hit, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0917
         # Both loops store always and advance only on a difference: no branch that 1% of the words would mispredict.
@@ -194,6 +233,9 @@ DIGEST_ROWS = {width: Kernel(_digest_rows(f"uint{8 * width}")) for width in (1, 
 """By bytes per word: (words, num_rows, row_length, start, stride, keys0, keys1) -> (D_0, D_1)."""
 DIGEST_DELTA = Kernel(_digest_delta, WORTH_COMPILING >> 4)  # numpy spends 20 times as long on an element here
 """(word index int64, delta uint64, keys0, keys1) -> (D_0, D_1)."""
+DIGEST_CHANGES = {width: Kernel(_digest_changes(width), WORTH_COMPILING >> 4) for width in (1, 2, 4)}
+"""By element width: (ascending position uint32 or int64, to be added to each, old, new, keys0, keys1) -> (D_0, D_1) of
+the old bits, (D_0, D_1) of the new ones."""
 CHANGED = Kernel(_changed)
 """(old uint64, new uint64, elements per word, bits per element, int32 [words], int32 [elements]) -> count."""
 ROUND_BF16 = Kernel(_round_bf16)

@@ -10,6 +10,7 @@ head.json                                            a hint where the newest ver
 successor.json                                       where the stream goes on
 leases/<nonce16>.json                                what a reader still needs
 claims/<v20>.json                                    who deletes
+forks/<nonce16>.json                                 a stream that a writer begins beside this one
 
 Only the hint, leases and claims are ever overwritten.
 """
@@ -33,6 +34,7 @@ COMMITS_PREFIX: Final = "commits/"
 ANCHORS_PREFIX: Final = "anchors/"
 LEASES_PREFIX: Final = "leases/"
 CLAIMS_PREFIX: Final = "claims/"
+FORKS_PREFIX: Final = "forks/"
 
 _SEGMENT: Final = re.compile(r"[a-z0-9_-][a-z0-9._-]*")
 _FILE_SEGMENT: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
@@ -41,6 +43,7 @@ _COMMIT: Final = re.compile(r"commits/([0-9]{20})\.json")
 _PART: Final = re.compile(r"parts/([0-9]{20})/([0-9]{5})-([0-9]{4})-([0-9a-f]{16})\.safetensors")
 _LEASE: Final = re.compile(r"leases/([0-9a-f]{16})\.json")
 _CLAIM: Final = re.compile(r"claims/([0-9]{20})\.json")
+_FORK: Final = re.compile(r"forks/([0-9a-f]{16})\.json")
 _MANIFEST: Final = re.compile(r"anchors/([0-9]{20})-([0-9a-f]{16})\.json")
 _ANCHOR_FILE: Final = re.compile(r"anchors/([0-9]{20})-([0-9a-f]{16})/([A-Za-z0-9_-][A-Za-z0-9._-]*)")
 
@@ -248,3 +251,21 @@ def parse_claim_key(key: str) -> int:
     if match is None or int(match[1]) > MAX_INT:
         raise broken("K3", repr(key[:80]), "not the key of a claim: claims/<20 digits>.json")
     return int(match[1])
+
+
+def fork_key(nonce: str) -> str:
+    """Key of the note of a fork that is being made."""
+    need_hex(nonce, 16, rule="K3", key="fork key", what="nonce")
+    return f"{FORKS_PREFIX}{nonce}.json"
+
+
+def parse_fork_key(key: str) -> str:
+    """The nonce of such a note's key.
+
+    Raises:
+        FormatError: not the key of one.
+    """
+    match = _FORK.fullmatch(key)
+    if match is None:
+        raise broken("K3", repr(key[:80]), "not the key of a note of a fork: forks/<16 hex>.json")
+    return match[1]

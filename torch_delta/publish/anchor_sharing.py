@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch_delta.format.anchor import AnchorFile
-    from torch_delta.publish.anchor_writer import AnchorJob, AnchorState, FilePlan
+    from torch_delta.publish.anchor_job import AnchorJob, AnchorState, FilePlan
 
 _LENGTH = struct.Struct("<I")
 

@@ -6,8 +6,8 @@ import hashlib
 import json
 import logging
 import time
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,77 +18,21 @@ from torch_delta.format.anchor import AnchorFile, AnchorManifest
 from torch_delta.format.digest import Digest
 from torch_delta.format.dtypes import ITEMSIZE
 from torch_delta.format.keys import anchor_file_key, is_file_name
+from torch_delta.publish.anchor_bytes import HashedStream, Window, safetensors_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torch_delta.capture.source import Bits, ChangeSource, OwnedBox, Region
-    from torch_delta.config import PublishConfig
+    from torch_delta.capture.source import Region
     from torch_delta.format.box import Box
-    from torch_delta.format.schema import Schema
+    from torch_delta.publish.anchor_job import AnchorJob, AnchorSource, AnchorState, FilePlan
     from torch_delta.publish.anchor_sharing import Shared
-    from torch_delta.publish.base import BaseCheckpoint
-    from torch_delta.publish.coordination import Team
-    from torch_delta.store.base import Store
 
 _logger = logging.getLogger("torch_delta")
 _WINDOW_BYTES = 256 << 20  # shared by the objects a file is read from
 _SMALLEST_WINDOW_BYTES = 1 << 20
 _INDEX = "model.safetensors.index.json"
 _SHOWN = 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AnchorState:
-    """What rank 0 knows of the version to copy."""
-
-    stream_id: str
-    version: int
-    commit_sha256: str | None
-    """None for an anchor that is written before its stream.json."""
-    digests: Sequence[Digest]
-    """In the order of `Schema.data_indices`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FilePlan:
-    """One weight file of the anchor."""
-
-    name: str
-    owner: int
-    tensors: tuple[int, ...]
-    """Schema indices in the order they are stored."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnchorJob:
-    """What stays the same for every step of writing one anchor on this rank."""
-
-    team: Team
-    source: ChangeSource
-    store: Store
-    config: PublishConfig
-    base: BaseCheckpoint | None
-    """Where config, tokenizer and tensors that no model holds come from."""
-    extra_files: Mapping[str, bytes] = field(default_factory=dict)
-    """Further files beside the weights, by name; they give way to the base's."""
-
-
-class AnchorSource(Protocol):
-    """What an anchor is made of: a change source while nothing moves, or a snapshot of one."""
-
-    @property
-    def owned(self) -> Sequence[OwnedBox]:
-        """See `ChangeSource.owned`."""
-        ...
-
-    def regions(self) -> Iterator[Region]:
-        """See `ChangeSource.regions`."""
-        ...
-
-    def read(self, tensor: int, box: Box) -> Bits:
-        """See `ChangeSource.read`."""
-        ...
 
 
 class AnchorWriter:
@@ -157,7 +101,7 @@ class AnchorWriter:
         for number, file in enumerate(self._plan):
             if file.owner != self._job.team.rank or number in self._shared.numbers:
                 continue
-            stream = _HashedStream(self._file_pieces(number, file, digests))
+            stream = HashedStream(self._file_pieces(number, file, digests))
             key = anchor_file_key(self._version, self._nonce, file.name)
             stored_bytes = self._job.store.put_new(key, stream).size_bytes
             crashpoints.reach("publish.anchor_file_put")
@@ -280,7 +224,7 @@ class AnchorWriter:
                 if tensor not in inside:
                     continue
                 if window is None and rank != self._job.team.rank:
-                    window = _Window(self._job.store, self._stage_key(rank, number), window_bytes)
+                    window = Window(self._job.store, self._stage_key(rank, number), window_bytes)
                 found.setdefault(tensor, []).append(_BoxSource(box, window, position))
                 position += box.numel * ITEMSIZE[self._schema.tensors[tensor].dtype]
             if window is not None:
@@ -310,57 +254,7 @@ class AnchorWriter:
 @dataclass(frozen=True, slots=True)
 class _BoxSource:
     box: Box
-    window: _Window | None
+    window: Window | None
     """None: this rank owns the box."""
     start: int
     """First byte in the staged object."""
-
-
-class _Window:
-    """Reads a staged object mostly forwards, a block at a time instead of a request per box."""
-
-    def __init__(self, store: Store, key: str, window_bytes: int) -> None:
-        self._store = store
-        self._key = key
-        self._window_bytes = window_bytes
-        self._start = 0
-        self._data = b""
-        self.size_bytes = 0
-
-    def read(self, start: int, length: int) -> memoryview:
-        """Bytes of the object; the view is valid until the next read."""
-        if not self._start <= start <= start + length <= self._start + len(self._data):
-            wanted = min(max(length, self._window_bytes), self.size_bytes - start)
-            self._data = self._store.get_range(self._key, start, wanted)
-            self._start = start
-        return memoryview(self._data)[start - self._start : start - self._start + length]
-
-
-class _HashedStream:
-    """Pieces on their way into a store, hashed as they pass."""
-
-    def __init__(self, pieces: Iterator[Any]) -> None:
-        self._pieces = pieces
-        self.sha256 = hashlib.sha256()
-
-    def __iter__(self) -> Iterator[Any]:
-        for piece in self._pieces:
-            self.sha256.update(piece)
-            yield piece
-
-
-def safetensors_header(schema: Schema, tensors: Sequence[int]) -> bytes:
-    """Length and header of a safetensors file that holds these tensors one after the other."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for tensor in tensors:
-        spec = schema.tensors[tensor]
-        header[spec.name] = {
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "data_offsets": [position, position + spec.nbytes],
-        }
-        position += spec.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch_delta.capture.source import Bits, ChangeSource, OwnedBox, Region
     from torch_delta.events import AnchorReport, RetentionReport
     from torch_delta.format.box import Box
-    from torch_delta.publish.anchor_writer import AnchorJob, AnchorSource, AnchorState
+    from torch_delta.publish.anchor_job import AnchorJob, AnchorSource, AnchorState
     from torch_delta.publish.cadence import Cadence
 
 _logger = logging.getLogger("torch_delta")

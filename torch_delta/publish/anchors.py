@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from torch_delta.events import AnchorReport
 from torch_delta.format.dtypes import ITEMSIZE
 from torch_delta.format.keys import new_nonce
+from torch_delta.publish.anchor_job import AnchorJob, AnchorSource, AnchorState, FilePlan
 from torch_delta.publish.anchor_sharing import Shared, share_files
-from torch_delta.publish.anchor_writer import AnchorJob, AnchorSource, AnchorState, AnchorWriter, FilePlan
+from torch_delta.publish.anchor_writer import AnchorWriter
 from torch_delta.publish.records import pack_all_owned, pack_owned, unpack_all_owned
 
 if TYPE_CHECKING:

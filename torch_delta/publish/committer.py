@@ -12,52 +12,37 @@ import queue
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch_delta import crashpoints
 from torch_delta.errors import (
     ChainError,
-    DeadlineExceeded,
     Fenced,
     FormatError,
     PublishFailed,
     StoreError,
     TorchDeltaError,
 )
-from torch_delta.format.commit import Commit
-from torch_delta.format.digest import state_sha256
-from torch_delta.format.keys import new_nonce
-from torch_delta.publish.anchor_writer import AnchorState
+from torch_delta.publish.anchor_job import AnchorState
+from torch_delta.publish.announcing import Announcer
 from torch_delta.publish.cadence import Cadence
-from torch_delta.publish.coverage import Ownership
-from torch_delta.publish.keyvalue import await_value, delete_blob, forget_blob, put_blob
-from torch_delta.publish.pipeline import receipt_key
-from torch_delta.publish.progress import outcome_key
+from torch_delta.publish.drafting import Draft, Drafting, failed
 from torch_delta.publish.pulse import Pulse
-from torch_delta.publish.records import Aborted, Committed, Receipt
+from torch_delta.publish.records import Aborted, Committed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from torch_delta.config import PublishConfig
-    from torch_delta.format.digest import Digest
     from torch_delta.publish.coordination import Team
-    from torch_delta.publish.coverage import TensorBox
+    from torch_delta.publish.coverage import Ownership
     from torch_delta.publish.progress import Lineage, Order, StepClock
 
 _logger = logging.getLogger("torch_delta")
 _LONGEST_DELAY_S = 10.0
 _ORPHAN_AGE_S = 86_400.0
 _STOP_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Draft:
-    commit: Commit
-    digests: list[Digest]
-    receipts_s: float
-    started: float = field(default_factory=time.perf_counter)
 
 
 class Committer:
@@ -76,22 +61,19 @@ class Committer:
     ) -> None:
         self.lineage = lineage
         self._team = team
-        self._ownership = ownership
         self._clock = clock
         self._config = config
         self._epoch = 0
-        self._num_outcomes = 0
-        self._num_deleted = 0
-        self._pending: _Draft | None = None
+        self._pending: Draft | None = None
         self.cadence = Cadence(config, sum(lineage.schema.tensors[t].nbytes for t in lineage.schema.data_indices))
         self._awaited: dict[tuple[int, int], Future[AnchorState]] = {}
         self._state_lock = threading.Lock()
         self._is_fenced = False
         self._pulse = Pulse(lineage.stream, lineage.version, lineage.parent_sha256, config.alive_s)
-        self._untold: list[bytes] = []
-        self._leftovers: list[tuple[int, int]] = []
+        self._announcer = Announcer(team)
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
+        self._drafting = Drafting(team, ownership, config, self._stopping.is_set)
         self._thread = threading.Thread(target=self._run, name="torch_delta-commit", daemon=True)
         self._thread.start()
 
@@ -107,7 +89,7 @@ class Committer:
         future: Future[AnchorState] = Future()
         with self._state_lock:
             if epoch < self._epoch:
-                future.set_exception(_failed(version, {0: "an earlier version failed"}))
+                future.set_exception(failed(version, {0: "an earlier version failed"}))
             else:
                 self._awaited[epoch, version] = future
         return future
@@ -158,92 +140,13 @@ class Committer:
             self._commit(self._pending, may_exist=True)
         if order.is_flush:
             return
-        started = time.perf_counter()
-        receipts = self._receipts(order)
-        draft = self._draft(order, receipts, started)
+        draft = self._drafting.draft(order, self.lineage)
+        self._announcer.forget_heard(self._drafting.heard_by_all)
         crashpoints.reach("publish.receipts_heard")
         self._pending = draft
         self._commit(draft, may_exist=False)
 
-    def _receipts(self, order: Order) -> dict[int, Receipt]:
-        deadline = time.monotonic() + self._config.receipt_timeout_s
-        receipts: dict[int, Receipt] = {}
-        failures: dict[int, str] = {}
-        for rank in range(self._team.world_size):
-            key = receipt_key(order.epoch, order.version, rank)
-            try:
-                data = await_value(
-                    self._team.kv,
-                    key,
-                    timeout_s=max(deadline - time.monotonic(), 0.0),
-                    phase=f"receipt for version {order.version}",
-                    peer=f"rank {rank}",
-                    is_stopped=self._stopping.is_set,
-                )
-            except DeadlineExceeded:
-                failures[rank] = (
-                    f"no receipt for version {order.version} within {self._config.receipt_timeout_s:g} s: the rank "
-                    "died, did not publish this version, or is still encoding and uploading"
-                )
-                continue
-            delete_blob(self._team.kv, key, len(data))
-            receipt = Receipt.from_bytes(data)
-            if receipt.error is not None:
-                failures[rank] = f"{type(receipt.error).__name__}: {receipt.error.message}"
-            receipts[rank] = receipt
-        if failures:
-            raise _failed(order.version, failures)
-        heard_by_all = min(receipt.num_heard for receipt in receipts.values())
-        for number in range(self._num_deleted, heard_by_all):
-            self._team.kv.delete(outcome_key(number))
-        self._num_deleted = max(self._num_deleted, heard_by_all)
-        return receipts
-
-    def _draft(self, order: Order, receipts: dict[int, Receipt], started: float) -> _Draft:
-        self._learn_ownership(order, receipts)
-        lineage = self.lineage
-        failures: dict[int, str] = {}
-        increments: dict[int, Digest] = {}
-        for rank, receipt in receipts.items():
-            objection = self._ownership.objection(rank, ((s.tensor, s.box) for s in receipt.slices))
-            if objection is not None:
-                failures[rank] = objection
-            for record in receipt.slices:
-                known = increments.get(record.tensor)
-                increments[record.tensor] = record.increment if known is None else known + record.increment
-        if failures:
-            raise _failed(order.version, failures)
-        digests = [
-            digest + increments[tensor] if tensor in increments else digest
-            for tensor, digest in zip(lineage.schema.data_indices, lineage.digests, strict=True)
-        ]
-        parts = tuple(sorted((part for r in receipts.values() for part in r.parts), key=lambda part: part.key))
-        commit = Commit(
-            stream_id=lineage.stream_id,
-            version=order.version,
-            parent_sha256=lineage.parent_sha256,
-            schema_id=lineage.schema.id,
-            required_features=self._config.required_features,
-            parts=parts,
-            state_sha256=state_sha256(digests),
-            num_changed=sum(part.num_changed for part in parts),
-            # Two writers that publish the same changes, or none, must not take each other's commit for their own.
-            info={"writer": "torch_delta", "step": str(order.step), "nonce": new_nonce()},
-        )
-        return _Draft(commit=commit, digests=digests, receipts_s=time.perf_counter() - started)
-
-    def _learn_ownership(self, order: Order, receipts: dict[int, Receipt]) -> None:
-        """A capture whose parameters were replaced before its first step owns other boxes than it said."""
-        if all(receipt.owned is None for receipt in receipts.values()):
-            return
-        changed: dict[int, tuple[TensorBox, ...]] = dict(self._ownership.by_rank)
-        changed.update({rank: r.owned for rank, r in receipts.items() if r.owned is not None})
-        try:
-            self._ownership = Ownership(self.lineage.schema, changed, constant=self._ownership.constant)
-        except TorchDeltaError as error:
-            raise _failed(order.version, {0: error.message}) from error
-
-    def _commit(self, draft: _Draft, *, may_exist: bool) -> None:
+    def _commit(self, draft: Draft, *, may_exist: bool) -> None:
         """Create the commit object; repeats the same bytes while the store does not say that it worked.
 
         Args:
@@ -264,14 +167,14 @@ class Committer:
                 # Found before anything is created: the stream is not what this writer left, or cannot be read. An
                 # earlier attempt may have got through all the same; then the next look at the stream tells.
                 self._pending = None
-                raise _failed(version, {0: f"{type(error).__name__}: {error.message}"}) from error
+                raise failed(version, {0: f"{type(error).__name__}: {error.message}"}) from error
             except StoreError as error:
                 may_exist = may_exist or getattr(error, "outcome", "unknown") != "absent"
                 if time.monotonic() + delay_s > deadline or self._stopping.is_set():
                     if not may_exist:
                         self._pending = None
-                        raise _failed(version, {0: f"the commit could not be written: {error.message}"}) from error
-                    raise _failed(
+                        raise failed(version, {0: f"the commit could not be written: {error.message}"}) from error
+                    raise failed(
                         version,
                         {
                             0: f"whether the commit was written is not known, the store does not answer: "
@@ -301,16 +204,16 @@ class Committer:
         self._answer(version)
         if self.cadence.note(committed):
             committed = replace(committed, is_anchor_due=True)
-        self._tell(committed.to_bytes())
-        self._forget_leftovers()
+        self._announcer.tell(committed.to_bytes())
+        self._announcer.forget_leftovers()
 
     def _abort(self, order: Order, error: TorchDeltaError) -> None:
         if not isinstance(error, PublishFailed | Fenced):
-            error = _failed(order.version, {0: f"{type(error).__name__}: {error.message}"})
+            error = failed(order.version, {0: f"{type(error).__name__}: {error.message}"})
         self._is_fenced = self._is_fenced or isinstance(error, Fenced)
         next_version = self.lineage.version + 1 + (self._pending is not None)
         last = order.version + self._config.max_in_flight
-        self._leftovers += [(self._epoch, version) for version in range(order.version, last + 1)]
+        self._announcer.leave(self._epoch, range(order.version, last + 1))
         with self._state_lock:
             lost = [key for key in self._awaited if key[1] >= next_version]
             for key in lost:
@@ -323,45 +226,13 @@ class Committer:
             else:
                 # Without steps, publish number n waits for the outcome of number n - max_in_flight on every rank.
                 at_step = order.step + self._config.max_in_flight
-            self._tell(Aborted(error=error, at_step=at_step, next_version=next_version).to_bytes())
+            self._announcer.tell(Aborted(error=error, at_step=at_step, next_version=next_version).to_bytes())
 
     def _answer(self, version: int) -> None:
         """Hand out the state of a version that an anchor waits for."""
         with self._state_lock:
             for key in [key for key in self._awaited if key[1] == version]:
                 self._awaited.pop(key).set_result(self.state())
-
-    def _tell(self, outcome: bytes) -> None:
-        """Tell all ranks, in order; what cannot be told now is told before the next one, never replaced by another."""
-        self._untold.append(outcome)
-        while self._untold:
-            try:
-                put_blob(self._team.kv, outcome_key(self._num_outcomes), self._untold[0])
-            except DeadlineExceeded:
-                # The key-value store is gone, and with it the way to tell anybody; all ranks meet the same.
-                _logger.exception("the coordinator could not announce outcome %d", self._num_outcomes)
-                return
-            del self._untold[0]
-            self._num_outcomes += 1
-
-    def _forget_leftovers(self) -> None:
-        """Receipts for versions that were aborted. A version has been committed since: no rank sets one any more."""
-        leftovers, self._leftovers = self._leftovers, []
-        for epoch, version in leftovers:
-            for rank in range(self._team.world_size):
-                try:
-                    forget_blob(self._team.kv, receipt_key(epoch, version, rank))
-                except DeadlineExceeded:
-                    return
-
-
-def _failed(version: int, failures: Mapping[int, str]) -> PublishFailed:
-    told = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
-    return PublishFailed(
-        f"version {version} was not committed: {told}. Nothing is lost: the next version covers the same changes",
-        version=version,
-        failures=dict(sorted(failures.items())),
-    )
 
 
 def _delays(first_s: float) -> Iterator[float]:

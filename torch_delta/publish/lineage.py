@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch_delta import crashpoints
-from torch_delta.errors import BaseMismatch, CaptureError, ObjectNotFound
+from torch_delta.errors import BaseMismatch, CaptureError, ObjectNotFound, StoreError
 from torch_delta.format.digest import Digest
 from torch_delta.format.keys import new_stream_id
 from torch_delta.format.streaminfo import BaseInfo, BaseKind, StreamInfo
@@ -23,6 +23,7 @@ from torch_delta.publish.claims import add_up, make_claim, read_claim
 from torch_delta.publish.coverage import Ownership
 from torch_delta.publish.pulse import refuse_if_alive
 from torch_delta.publish.restart import differing, refuse, stand
+from torch_delta.stream.forks import note_fork, refuse_if_swept
 from torch_delta.stream.lineages import fork_root
 from torch_delta.stream.stream import Stream
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch_delta.capture.source import OwnedBox
+    from torch_delta.format.fork import ForkNote
     from torch_delta.format.schema import Schema
     from torch_delta.publish.base import BaseCheckpoint
     from torch_delta.publish.claims import Claim
@@ -137,6 +139,7 @@ class _Coordinator:
         self._digests: list[Digest] = []
         self._standing: Standing | None = None
         self._fork_root = ""
+        self._note: ForkNote | None = None  # of the fork that this writer makes
         self._is_new = False  # created by this very writer
         self.ownership: Ownership | None = None
         self.lineage: Lineage | None = None
@@ -183,9 +186,11 @@ class _Coordinator:
         self._create(base)
         crashpoints.reach("publish.lineage_created")
         if before is not None:
+            refuse_if_swept(self._stream.store, nonce)
             # The line that moves readers over and fences the old writer. Whoever comes second starts again from there.
             before.stream.write_successor(before.successor(self._fork_root, self._stream_id))
             crashpoints.reach("publish.successor_written")
+            self._forget_note(before.stream)
             _logger.warning("%s was ended; it goes on at %s", before.stream.store.url, store.url)
             if before.roots:
                 before.stream.store.close()
@@ -213,6 +218,8 @@ class _Coordinator:
         if not standing.is_head:
             self._standing = standing
             self._fork_root = fork_root(standing.stream.store.url)
+            self._note = note_fork(standing.stream, self._fork_root, self._stream_id)
+            crashpoints.reach("publish.fork_noted")
             return json.dumps({"starts_at_anchor": True, "roots": [*standing.roots, self._fork_root]}).encode()
         self.lineage = standing.lineage(self._schema, self._digests)
         return json.dumps(
@@ -224,6 +231,13 @@ class _Coordinator:
                 "wants_anchor": self._wants_anchor(self.lineage.stream),
             }
         ).encode()
+
+    def _forget_note(self, stream: Stream) -> None:
+        if self._note is not None:
+            try:
+                stream.store.delete(self._note.key)
+            except StoreError as error:  # retention sees that it is done with, and removes it
+                _logger.warning("the note of the fork of %s was not removed: %s", stream.store.url, error)
 
     def _wants_anchor(self, stream: Stream) -> bool:
         wanted = self._job.config.anchor_first

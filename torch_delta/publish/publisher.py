@@ -10,10 +10,12 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Self
 
 from torch_delta.capture.source import StepSource
-from torch_delta.errors import DeadlineExceeded, DigestMismatch, Fenced, PublishFailed, TorchDeltaError
+from torch_delta.errors import DigestMismatch, Fenced, PublishFailed, TorchDeltaError
 from torch_delta.publish import at_exit
+from torch_delta.publish.anchor_turns import AnchorTurns
 from torch_delta.publish.anchoring import Anchoring
 from torch_delta.publish.committer import Committer
+from torch_delta.publish.farewell import say_farewell
 from torch_delta.publish.inflight import InFlight, Versions
 from torch_delta.publish.keyvalue import await_value, get_blob
 from torch_delta.publish.pipeline import Job, Timings, Uploader
@@ -77,9 +79,7 @@ class Publisher:
             self._committer = Committer(job.team, opening.lineage, opening.ownership, self._clock, job.config)
         cadence = None if self._committer is None else self._committer.cadence
         self._anchoring = Anchoring(dataclasses.replace(job, team=job.team.apart("anchor")), cadence)
-        self._is_anchor_wanted = False
-        self._anchored = 0  # the newest version that got one
-        self._anchor_from: int | None = None  # the coordinator found one due: from this version on
+        self._turns = AnchorTurns(job.config)
         self._unhook: Callable[[], None] = lambda: None
         if opening.wants_anchor:
             self._anchoring.submit(opening.version, job.source, self._newest_state())
@@ -167,7 +167,7 @@ class Publisher:
     def request_anchor(self) -> None:
         """Let the next version have an anchor, written in the background. Called by every rank, at the same step."""
         self._check_open()
-        self._is_anchor_wanted = True
+        self._turns.want()
 
     @property
     def anchors(self) -> tuple[AnchorReport, ...]:
@@ -195,12 +195,12 @@ class Publisher:
             if self._fenced is None:
                 self._settle(self._versions.newest, self._config.wait_timeout_s)
             self._anchoring.stop(wait=self._fenced is None)
-            self._farewell(_FAREWELL_S)
+            say_farewell(self._team, _FAREWELL_S)
             if isinstance(self._anchoring.error, DigestMismatch):
                 raise self._anchoring.error
         except (PublishFailed, Fenced):
             # The other ranks have yet to hear of it, from the key-value store that may go with this process.
-            self._farewell(_FAREWELL_AFTER_FAILURE_S)
+            say_farewell(self._team, _FAREWELL_AFTER_FAILURE_S)
             raise
         finally:
             self.detach()
@@ -253,24 +253,14 @@ class Publisher:
         self._collect(version, time.perf_counter() - waiting_since)
         return version
 
-    def _takes_anchor(self, version: int) -> bool:
-        """Whether this version gets an anchor; the same on every rank, see `anchoring`."""
-        by_number = self._config.anchor_every is not None and version % self._config.anchor_every == 0
-        is_due = self._anchor_from is not None and version >= self._anchor_from
-        if is_due:
-            self._anchor_from = None
-        wanted, self._is_anchor_wanted = self._is_anchor_wanted, False
-        return by_number or is_due or wanted
-
     def _start_anchor(self, version: int, error: TorchDeltaError | None) -> None:
         """Start an anchor of the version that was just collected; on every rank, also on one that could not."""
-        self._anchored = version
         state = None if self._committer is None else self._committer.await_state(version, self._epoch)
         self._anchoring.submit(version, self._source if error is None else error, state)
 
     def _collect(self, version: int, back_pressure_s: float) -> None:
         started = time.perf_counter()
-        takes_anchor = self._takes_anchor(version)
+        takes_anchor = self._turns.takes(version)
         collected, error = None, None
         try:
             self._source.wants_ranks = self._uploader.wants_ranks
@@ -343,7 +333,7 @@ class Publisher:
             self._failure = outcome
             return
         if outcome.is_anchor_due:
-            self._anchor_from = outcome.version + self._config.max_in_flight
+            self._turns.hear_due(outcome.version)
         entry = self._versions.settle(outcome.version)
         self._source.commit(entry.token)
         self._reports.append(entry.report(outcome, self._opening))
@@ -376,9 +366,7 @@ class Publisher:
         self._failure = None
         if isinstance(failure.error, Fenced):
             self._fenced = failure.error
-        if self._anchored >= failure.next_version:
-            self._is_anchor_wanted = True  # it goes with its version; the next one gets it
-            self._anchored = 0
+        self._turns.lose(failure.next_version)
         token = self._versions.lose(failure.next_version)
         if token is not None:
             self._source.rollback(token)
@@ -386,20 +374,6 @@ class Publisher:
         self._uploader.drop_before(self._epoch)
         self._owned = None  # whether the coordinator got the last change of it is not known: say it again
         raise failure.error
-
-    def _farewell(self, timeout_s: float) -> None:
-        """On rank 0, wait for all other ranks together; each of them says that it has heard everything."""
-        kv, rank = self._team.kv, self._team.rank
-        if not self._team.is_coordinator:
-            kv.set(f"closed/{rank}", b"\0" * 8)
-            return
-        deadline = time.monotonic() + timeout_s
-        for other in range(1, self._team.world_size):
-            left_s = max(deadline - time.monotonic(), 0.0)
-            try:
-                await_value(kv, f"closed/{other}", timeout_s=left_s, phase="close", peer=f"rank {other}")
-            except DeadlineExceeded as error:
-                _logger.warning("%s", error)
 
     def _check_open(self) -> None:
         if self._closed:

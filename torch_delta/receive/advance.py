@@ -319,6 +319,8 @@ class Advance:
                     local_version=state.version,
                     target=target,
                     missing=at_least,
+                    # Whoever deletes takes the commit first (rule K6): then a store may just show its parts late.
+                    is_committed=self._stream.find_commit(at_least) is not None,
                 ) from error
             raise error
         logger.warning("version %d cannot be used, going on from an anchor: %s", at_least, error)

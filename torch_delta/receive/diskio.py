@@ -102,25 +102,23 @@ def put_in_place(temporary: Path, target: Path, *, fsync: bool) -> None:
 
 
 def _copy_bytes(source_fd: int, target_fd: int) -> None:
-    """Copy from the start of one open file to the start of another, inside the kernel where it can."""
-    try:
-        while os.copy_file_range(source_fd, target_fd, _COPY_BYTES):
-            pass
-    except OSError as error:
-        if error.errno not in {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}:
-            raise
-        os.lseek(source_fd, 0, os.SEEK_SET)
-        os.lseek(target_fd, 0, os.SEEK_SET)
-        while chunk := os.read(source_fd, _COPY_BYTES):
-            view = memoryview(chunk)
-            while view:
-                view = view[os.write(target_fd, view) :]
+    """Copy from the start of one open file to the start of another, in writes of many MiB.
+
+    Not inside the kernel (copy_file_range): that fills the page cache page by page, and mapped writes then fault for
+    each of them; what one large write brings in is mapped by pages of 2 MiB, and a version is written five times as
+    fast (ADR 9).
+    """
+    block = memoryview(bytearray(_COPY_BYTES))
+    while size := os.readv(source_fd, [block]):
+        view = block[:size]
+        while view:
+            view = view[os.write(target_fd, view) :]
 
 
 def copy_file(source: Path, target: Path) -> bool:
     """Copy `source` (links resolved) to the new file `target`, writable by its owner and synced.
 
-    Shares the extents copy-on-write where the file system can, else copies inside the kernel. The source is read with
+    Shares the extents copy-on-write where the file system can, else copies the bytes. The source is read with
     read-like calls only, never mapped (F82).
 
     Returns:

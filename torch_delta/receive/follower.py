@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal, Self
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
     from torch_delta.format.streaminfo import StreamInfo
     from torch_delta.receive.local_checkpoint import LocalCheckpoint
 
-_MOST_REPLANS = 5
+logger = logging.getLogger("torch_delta")
+
+_MOST_REPLANS = 6  # with growing pauses, some three seconds
+_LATE = "is_committed"  # fact of a ChainError: the commit is there, so what it names was not deleted by retention
 
 
 class Follower:
@@ -227,7 +231,7 @@ class Follower:
                 local_version=at[1],
                 target=target,
             )
-        num_replans = 0
+        num_replans, pauses_s = 0, Backoff().waits_s()
         while not self._stop.is_set():
             at = self._standing(checkpoint)
             if at is not None and seen is not None and at != seen:
@@ -247,13 +251,16 @@ class Follower:
                 if self._stop.is_set():
                     return
                 raise
-            except ObjectNotFound:
-                # Retention was at work between two requests (F87). What is there now decides.
+            except (ObjectNotFound, ChainError) as error:
+                # Retention was at work between two requests (F87), or the store shows late what was put. What is there
+                # now, or a little later, decides.
                 num_replans += 1
-                if num_replans > _MOST_REPLANS:
+                if num_replans > _MOST_REPLANS or not (isinstance(error, ObjectNotFound) or error.facts.get(_LATE)):
                     raise
+                logger.warning("planning again: %s", error)
+                self._stop.wait(next(pauses_s))
                 continue
-            num_replans = 0
+            num_replans, pauses_s = 0, Backoff().waits_s()
             if report is not None:
                 seen = (report.stream_id, report.version)
                 yield report

@@ -134,13 +134,16 @@ class Store(ABC):
             key: its name.
             data: the bytes, or an iterable of pieces that are written in order and never joined. An iterable is
                 consumed at most once, so after an error the caller may only repeat the call with fresh pieces. Streamed
-                objects must carry a nonce in their name: a backend without conditional uploads for large objects may
-                look for an existing one first and then upload without exclusion.
+                objects must carry a nonce of 16 hex digits in their name: a backend without conditional uploads for
+                large objects looks for an existing one first and then uploads without exclusion, and refuses other
+                names.
 
         Raises:
             ObjectExists: the name is taken, by whatever bytes, and certainly not by this call. A backend that loses the
                 reply to its own create and can *prove* that the object is this call's returns normally.
             StoreUnavailable: no clear answer; `outcome` is ``"absent"`` or ``"unknown"``.
+            ValueError: it would have to be streamed to a backend that cannot do so exclusively, and its name holds no
+                nonce; nothing was written.
             BaseException: whatever `data` raised; nothing is visible then, and nothing is left but perhaps a temporary.
         """
 

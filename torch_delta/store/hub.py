@@ -23,7 +23,7 @@ from torch_delta.store.hub_config import HubConfig, hub_endpoint, parse_hub_url
 from torch_delta.store.hub_http import HubClient
 from torch_delta.store.hub_replies import HUB, HubTrouble
 from torch_delta.store.hub_xet import Content, Transfers, check_hf_xet
-from torch_delta.store.keycheck import check_prefix, is_key, range_error, too_long
+from torch_delta.store.keycheck import check_prefix, is_key, need_nonce, range_error, too_long
 from torch_delta.store.sibling import sibling_url
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ class HubStore(Store):
         is_exclusive = False
         if isinstance(data, bytes | bytearray | memoryview | tuple):
             is_exclusive = sum(len(view) for view in views(data)) <= self._config.exclusive_bytes
+        if not is_exclusive:
+            need_nonce(self.url, key, "put_new")
         if self._claims.look(call) is not None:
             raise call.exists()
         content = self._upload(call, data, is_repeatable=is_repeatable)
@@ -132,8 +134,9 @@ class HubStore(Store):
 
     def copy(self, source: str, key: str) -> ObjectInfo:
         """A second name for content that is stored once; not exclusive, and read back like any put."""
-        content = self._look(self._call("copy", source))
         call = self._call("copy", key, unclear="absent")
+        need_nonce(self.url, key, "copy")
+        content = self._look(self._call("copy", source))
         if self._claims.look(call) is not None:
             raise call.exists()
         return _info(key, self._claims.put(call, Content(content.content, content.size_bytes)))

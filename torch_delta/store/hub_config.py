@@ -38,9 +38,9 @@ class HubConfig:
     use the same."""
     chunk_bytes: int = 8 << 20
     """Up to this size objects and ranges are read by one plain request; what is larger comes through hf-xet. bytes."""
-    exclusive_bytes: int = 8 << 20
+    exclusive_bytes: int = 64 << 20
     """Bytes objects and tuples up to this size are created exclusively (docs/stores.md); what is larger, and every
-    other iterable, must have a nonce in its name. bytes."""
+    other iterable, is refused without a nonce in its name. The default is the largest commit there can be. bytes."""
 
     def __post_init__(self) -> None:
         for name in (

@@ -1,9 +1,14 @@
-"""Small checks that every backend shares: listing prefixes, and the errors of bounded reads."""
+"""Small checks that backends share: listing prefixes, names of what is not exclusive, the errors of bounded reads."""
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
 from torch_delta.errors import FormatError
 from torch_delta.format.keys import validate_key
+
+_NONCE: Final = re.compile(r"(?<![0-9a-f])[0-9a-f]{16}(?![0-9a-f])")
 
 
 def is_key(name: str) -> bool:
@@ -27,6 +32,23 @@ def check_prefix(prefix: str) -> None:
     if not prefix.endswith("/"):
         raise ValueError(f"a listing prefix is '' or a folder with its closing slash, got {prefix!r}")
     validate_key(prefix[:-1])
+
+
+def need_nonce(url: str, key: str, operation: str) -> None:
+    """Refuse a name that two writers could use at once, where a backend cannot decide which of them wins.
+
+    Commits, `stream.json` and all else that fences writers are small and so never come here. What does carries 16 hex
+    digits that were drawn for it alone (rule K5), so that there is nobody to exclude.
+
+    Raises:
+        ValueError: the name holds no nonce.
+    """
+    if _NONCE.search(key) is None:
+        raise ValueError(
+            f"{url}: {operation} of {key}: what is streamed, copied or too large for one conditional request is not "
+            "exclusive here, so its name must hold a nonce of 16 hex digits that nobody else draws; give it such a "
+            "name, or bytes that fit one request"
+        )
 
 
 def too_long(url: str, key: str, size_bytes: int, max_bytes: int) -> FormatError:

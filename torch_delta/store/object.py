@@ -77,8 +77,8 @@ class ObjectStore(Store):
         call = self._call("get", key)
         size_bytes, first = self._reader.first(call, max_bytes)
         if size_bytes <= len(first):
-            return first
-        return b"".join([first, *self._reader.chunks(call, len(first), size_bytes)])
+            return first.to_bytes()
+        return self._reader.span(call, len(first), size_bytes, first)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """One ranged request, or parallel ones above a chunk."""
@@ -91,8 +91,7 @@ class ObjectStore(Store):
             if start > size_bytes:
                 raise range_error(self.url, key, start, length, size_bytes)
             return b""
-        pieces = self._reader.chunks(call, start, start + length)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return self._reader.span(call, start, start + length)
 
     def stat(self, key: str) -> ObjectInfo:
         """One HEAD request."""

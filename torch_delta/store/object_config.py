@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from torch_delta.errors import TorchDeltaError
 
 if TYPE_CHECKING:
-    from obstore.store import AzureStore, ClientConfig, GCSStore, RetryConfig, S3Store
+    from obstore.store import AzureStore, ClientConfig, GCSStore, RetryConfig, S3Config, S3Store
 
     Client = S3Store | GCSStore | AzureStore
 
@@ -58,7 +58,9 @@ class ObjectConfig:
     chunk_bytes: int = 8 << 20
     """Size of one request of a larger upload or download, bytes. S3 takes at most 10,000 chunks per object."""
     num_parallel: int = 4
-    """Chunks in flight per upload, and threads for all chunked downloads of this store together."""
+    """Chunks in flight per upload; each is held in memory."""
+    num_parallel_reads: int = 8
+    """Threads for all chunked downloads of this store together."""
     single_put_bytes: int = 64 << 20
     """Bytes objects and tuples up to this size are created by one conditional request; what is larger, and other
     iterables above `chunk_bytes`, is streamed."""
@@ -71,8 +73,9 @@ class ObjectConfig:
             raise ValueError(
                 f"expected chunk_bytes of at least 5 MiB (S3 refuses smaller ones), got {self.chunk_bytes}"
             )
-        if self.num_parallel < 1:
-            raise ValueError(f"expected num_parallel >= 1, got {self.num_parallel}")
+        for name in ("num_parallel", "num_parallel_reads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
         if self.single_put_bytes < self.chunk_bytes:
             raise ValueError(f"expected single_put_bytes >= chunk_bytes, got {self.single_put_bytes}")
 
@@ -175,7 +178,7 @@ def make_client(location: Location, config: ObjectConfig, *, is_reading: bool, n
                 provider = _aws_credentials(location)
                 if provider is not None:
                     shared["credential_provider"] = provider
-                return S3Store(location.bucket, config={"endpoint": endpoint} if endpoint else {}, **shared)
+                return S3Store(location.bucket, config=_s3_settings(endpoint), **shared)
             case "gs":
                 return GCSStore(location.bucket, config={"base_url": endpoint} if endpoint else {}, **shared)
             case _:
@@ -183,6 +186,20 @@ def make_client(location: Location, config: ObjectConfig, *, is_reading: bool, n
     except (BaseError, ValueError, OSError) as error:
         said = str(error).partition("\n")[0]
         raise TorchDeltaError(f"{location.url}: obstore refuses the settings: {said}", url=location.url) from error
+
+
+def _s3_settings(endpoint: str | None) -> S3Config:
+    """What the ecosystem's variables do not say.
+
+    Signing a body means to hash it a second time. It guards against damage on the way, as TLS does, and the loopback
+    has no way: where either is so it is left out, unless the environment says how it is to be.
+    """
+    settings: S3Config = {"endpoint": endpoint} if endpoint else {}
+    parts = urlsplit(endpoint) if endpoint else None
+    is_safe = parts is None or parts.scheme == "https" or is_loopback(parts.hostname or "")
+    if is_safe and not os.environ.get("AWS_UNSIGNED_PAYLOAD"):
+        settings["unsigned_payload"] = True
+    return settings
 
 
 def _may_use_http(location: Location, endpoint: str | None, config: ObjectConfig) -> bool:

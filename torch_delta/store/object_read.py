@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -14,7 +15,7 @@ from torch_delta.store.object_answers import obstore_errors, understand
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from obstore import GetResult
+    from obstore import Bytes, GetResult
 
     from torch_delta.store.calls import Call
     from torch_delta.store.object_config import Client, ObjectConfig
@@ -59,21 +60,23 @@ class Reader:
 
         return self._read(call, attempt)
 
-    def first(self, call: Call, max_bytes: int | None) -> tuple[int, bytes]:
+    def first(self, call: Call, max_bytes: int | None) -> tuple[int, Bytes]:
         """Size of an object and its first chunk, in one request.
 
         Raises:
             FormatError: it is longer than `max_bytes`; its body was not read.
         """
+        from obstore import Bytes
+
         chunk_bytes = self._config.chunk_bytes
 
-        def attempt() -> tuple[int, bytes]:
+        def attempt() -> tuple[int, Bytes]:
             try:
                 result = self._open(call.key, 0, chunk_bytes)
             except obstore_errors() as error:
                 if understand(error).kind != "past the end":
                     raise
-                return 0, b""  # only an empty object has no first byte
+                return 0, Bytes()  # only an empty object has no first byte
             size_bytes = result.meta["size"]
             if max_bytes is not None and size_bytes > max_bytes:
                 raise too_long(call.url, call.key, size_bytes, max_bytes)
@@ -81,8 +84,11 @@ class Reader:
 
         return self._read(call, attempt)
 
-    def chunks(self, call: Call, start: int, end: int) -> list[bytes]:
-        """Bytes start..end in order, in chunks that are fetched in parallel; each has the call's time for itself.
+    def span(self, call: Call, start: int, end: int, head: Bytes | None = None) -> bytes:
+        """`head`, if there is one, and after it bytes start..end of the object.
+
+        They are fetched in chunks in parallel, each with the call's time for itself, and each is put into its place
+        when it has come: there is no second copy of the whole, and copying goes on while others are on their way.
 
         Raises:
             FormatError: the object ends before.
@@ -90,22 +96,39 @@ class Reader:
         chunk_bytes = self._config.chunk_bytes
         begins = range(start, end, chunk_bytes)
 
-        def fetch(begin: int) -> bytes:
+        def fetch(begin: int) -> Bytes:
             data = self._chunk(call.again(), begin, min(begin + chunk_bytes, end))
             if isinstance(data, int):
                 raise range_error(call.url, call.key, start, end - start, data)
             return data
 
-        if len(begins) == 1:
-            return [fetch(start)]
+        if head is None and len(begins) == 1:
+            return fetch(start).to_bytes()
+        head_bytes = 0 if head is None else len(head)
+        # Zeros cost nothing until they are written to, and CPython's `getvalue` hands out this very buffer.
+        whole = io.BytesIO(bytes(head_bytes + end - start))
+        with whole.getbuffer() as target:
+
+            def place(begin: int) -> None:
+                data = fetch(begin)
+                at = head_bytes + begin - start
+                target[at : at + len(data)] = memoryview(data)
+
+            if head is not None:
+                target[:head_bytes] = memoryview(head)
+            self._in_parallel(call, place, begins)
+        return whole.getvalue()
+
+    def _in_parallel(self, call: Call, place: Callable[[int], None], begins: range) -> None:
         with self._lock:
             if self._stop.is_set():
                 raise call.closed()
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._config.num_parallel, thread_name_prefix="torch_delta-get")
-            futures = [self._pool.submit(fetch, begin) for begin in begins]
+                self._pool = ThreadPoolExecutor(self._config.num_parallel_reads, thread_name_prefix="torch_delta-get")
+            futures = [self._pool.submit(place, begin) for begin in begins]
         try:
-            return [future.result() for future in futures]
+            for future in futures:
+                future.result()
         except CancelledError as error:
             raise call.closed() from error
         finally:
@@ -151,10 +174,10 @@ class Reader:
         self._has_bucket = True
         return answer
 
-    def _chunk(self, call: Call, begin: int, end: int) -> bytes | int:
+    def _chunk(self, call: Call, begin: int, end: int) -> Bytes | int:
         """Bytes begin..end, or the object's size if it ends before."""
 
-        def attempt() -> bytes | int | None:
+        def attempt() -> Bytes | int | None:
             try:
                 result = self._open(call.key, begin, end)
             except obstore_errors() as error:
@@ -168,8 +191,8 @@ class Reader:
         return data if data is not None else self.look(call)[0].size_bytes
 
 
-def _body(result: GetResult, expected_bytes: int) -> bytes:
-    data = result.bytes().to_bytes()
+def _body(result: GetResult, expected_bytes: int) -> Bytes:
+    data = result.bytes()
     if len(data) != expected_bytes:
         raise ConnectionError(f"the body has {len(data)} bytes, expected {expected_bytes}")
     return data

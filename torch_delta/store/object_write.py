@@ -7,7 +7,7 @@ it back: our nonce is proof that the object is this call's, another nonce is pro
 match 0, Azure ``If-None-Match``). It may be repeated with the same nonce as often as needed.
 
 *Streamed*: obstore's multipart upload has no precondition, so we look first, upload, and read back. Two writers of one
-name could both pass the look; that is why `Store.put_new` demands a nonce in the *name* of streamed objects.
+name could both pass the look; that is why a name without a nonce is refused here (`need_nonce`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from torch_delta.errors import ObjectNotFound, StoreUnavailable
 from torch_delta.store.base import ObjectInfo
 from torch_delta.store.calls import Answer
+from torch_delta.store.keycheck import need_nonce
 from torch_delta.store.object_answers import obstore_errors, understand
 from torch_delta.store.object_read import NONCE
 
@@ -100,12 +101,14 @@ class Writer:
         """Upload in chunks and make visible at the end. `pieces` must not change after they were handed over.
 
         Raises:
+            ValueError: the name holds no nonce, so that another writer might use it.
             ObjectExists: the name was taken before, or the object there at the end is another put's.
             StoreUnavailable: refused, or no answer.
             BaseException: what `pieces` raised; the upload is aborted then.
         """
         import obstore
 
+        need_nonce(call.url, call.key, call.operation)
         call.outcome = "absent"
         try:
             self._reader.look(call)
@@ -156,12 +159,14 @@ class Writer:
             Facts of the new object, or None if the service refuses.
 
         Raises:
+            ValueError: the new name holds no nonce.
             ObjectNotFound: there is no source.
             ObjectExists: the name is taken.
             StoreUnavailable: no clear answer.
         """
         import obstore
 
+        need_nonce(call.url, call.key, call.operation)
         wanted, nonce = self._reader.look(source)
         try:
             self._reader.look(call)

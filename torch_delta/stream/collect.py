@@ -1,8 +1,9 @@
-"""Retention: deleting what nobody needs, in an order that a crash may cut anywhere (rules A6, K6, L1 to L5).
+"""Retention: deleting what nobody needs, in an order that a crash may cut anywhere (rules A6, K6, L1 to L6).
 
     claim ──► inventory ──► floor: the older of the newest two complete anchors, or a live reader's version
           ──► commits below it, oldest first, each before its parts ──► older anchors, manifests before files
           ──► orphans: parts and files that nothing names, older than the grace period; expired leases
+          ──► what a writer that was killed while it forked left beside the stream (`forks`)
 
 Nobody's training or reading depends on it: what cannot be deleted now is noted in the report and tried the next time.
 """
@@ -15,17 +16,18 @@ from typing import TYPE_CHECKING
 
 from torch_delta.config import RetentionConfig
 from torch_delta.crashpoints import reach
-from torch_delta.errors import ChainError, FormatError, StoreError
+from torch_delta.errors import ChainError, FormatError, StoreError, TorchDeltaError
 from torch_delta.events import RetentionReport
 from torch_delta.format.keys import AnchorKey, commit_key
 from torch_delta.format.retention import DropVersion, deletable_up_to, plan_deletion
 from torch_delta.stream.claim import HeldClaim, take_claim
+from torch_delta.stream.forks import drop_fork
 from torch_delta.stream.inventory import Inventory, complete_manifest, manifest_key, take_inventory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from torch_delta.store.base import ObjectInfo
+    from torch_delta.store.base import ObjectInfo, Store
     from torch_delta.stream.stream import Stream
 
 logger = logging.getLogger("torch_delta")
@@ -45,8 +47,8 @@ def collect_garbage(
     Args:
         stream: to clean.
         config: what stays; None for the defaults.
-        dry_run: only say what would be deleted. Nothing is written either, so ages are those against the newest object:
-            a real run may find a little more.
+        dry_run: only say what would be deleted. Nothing is written either, so the store is not asked for its time: the
+            newest object tells, or this host's clock if it is later. A real run may find a little less, or more.
         on_bytes: told the size of each object as it goes.
 
     Returns:
@@ -67,7 +69,7 @@ def collect_garbage(
         claim = taken
     try:
         inventory = take_inventory(stream)
-        now_s = claim.now_s if claim is not None else inventory.newest_s
+        now_s = claim.now_s if claim is not None else max(inventory.newest_s or 0.0, time.time())
         return _Sweep(stream, chosen, inventory, now_s, dry_run=dry_run, on_bytes=on_bytes).run(started)
     finally:
         if claim is not None:
@@ -128,7 +130,8 @@ class _Sweep:
                 *(item for item in have.dead_leases if self._is_older(item, self._config.grace_s)),
             ]
         )
-        num_temporary = self._sweep_temporary()
+        forks = self._drop_forks()
+        num_temporary = self._sweep_temporary(self._stream.store)
         kept = {item.key: item.size_bytes for item in have.objects() if item.key not in self._gone}
         return RetentionReport(
             dry_run=self._dry_run,
@@ -137,6 +140,7 @@ class _Sweep:
             anchors=tuple(sorted(version for version, _ in anchors)),
             num_orphans=num_orphans,
             num_expired_leases=num_leases,
+            forks=tuple(forks),
             num_live_leases=len(live),
             num_temporary=num_temporary,
             freed_bytes=self._freed_bytes,
@@ -233,11 +237,30 @@ class _Sweep:
                     continue
             yield from (item for item in old if item.key not in named)
 
-    def _sweep_temporary(self) -> int:
+    def _drop_forks(self) -> list[str]:
+        """Roots of the unfinished ones that went (rule L6)."""
+        done = []
+        for note, item in self._have.forks:
+            try:
+                if drop_fork(
+                    self._stream, note, item, is_old=self._is_old, delete=self._delete, sweep=self._sweep_temporary
+                ):
+                    done.append(note.root)
+            except TorchDeltaError as error:
+                self._fail(f"the fork at {note.root} was not looked at: {error}")
+        for item in self._have.dead_forks:
+            if self._is_old(item):
+                self._delete(item.key, item.size_bytes)
+        return done
+
+    def _is_old(self, item: ObjectInfo) -> bool:
+        return self._is_older(item, self._config.grace_s)
+
+    def _sweep_temporary(self, store: Store) -> int:
         if self._dry_run:
             return 0
         try:
-            return self._stream.store.sweep_temporary(older_than_s=self._config.grace_s)
+            return store.sweep_temporary(older_than_s=self._config.grace_s)
         except StoreError as error:
             self._fail(str(error))
             return 0
@@ -246,14 +269,15 @@ class _Sweep:
         """By the store's clock alone (rule L3)."""
         return item.modified_s is not None and self._now_s is not None and self._now_s - item.modified_s > seconds
 
-    def _delete(self, key: str, size_bytes: int) -> bool:
+    def _delete(self, key: str, size_bytes: int, beside: Store | None = None) -> bool:
         if not self._dry_run:
             try:
-                self._stream.store.delete(key)
+                (self._stream.store if beside is None else beside).delete(key)
             except StoreError as error:
                 self._fail(f"{key}: {error}")
                 return False
-        self._gone.add(key)
+        if beside is None:
+            self._gone.add(key)
         self._freed_bytes += size_bytes
         self._on_bytes(size_bytes)
         return True

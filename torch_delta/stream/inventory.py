@@ -1,4 +1,4 @@
-"""What lies in a store below the root of a stream, from three listings: what retention decides by.
+"""What lies in a store below the root of a stream, from a few listings: what retention decides by.
 
 Everything is known by listing (F90: stores page through), ages are by the store's clock (rule L3), and nothing here is
 ever deleted. Keys that are none of ours are left out: they are somebody else's files.
@@ -24,10 +24,12 @@ from torch_delta.format.keys import (
 from torch_delta.format.lease import Lease
 from torch_delta.format.limits import MAX_HINT_BYTES
 from torch_delta.stream.ends import list_versions
+from torch_delta.stream.forks import list_notes
 from torch_delta.stream.identity import read_json
 
 if TYPE_CHECKING:
     from torch_delta.format.anchor import AnchorManifest
+    from torch_delta.format.fork import ForkNote
     from torch_delta.store.base import ObjectInfo
     from torch_delta.stream.stream import Stream
 
@@ -55,6 +57,8 @@ class Inventory:
         anchors: by version and nonce, ascending.
         leases: that can be read and belong to the stream, with the object that holds each.
         dead_leases: objects that hold none.
+        forks: notes of streams that were begun beside this one, with the object that holds each.
+        dead_forks: objects that hold none.
     """
 
     commits: list[int]
@@ -62,6 +66,8 @@ class Inventory:
     anchors: dict[tuple[int, str], AnchorFiles]
     leases: list[tuple[Lease, ObjectInfo]]
     dead_leases: list[ObjectInfo]
+    forks: list[tuple[ForkNote, ObjectInfo]]
+    dead_forks: list[ObjectInfo]
 
     @property
     def newest_s(self) -> float | None:
@@ -70,11 +76,12 @@ class Inventory:
         return max(times, default=None)
 
     def objects(self) -> list[ObjectInfo]:
-        """Every part, file, manifest and lease."""
+        """Every part, file, manifest, lease and note."""
         found = [item for parts in self.parts.values() for item in parts]
         for anchor in self.anchors.values():
             found += [*anchor.files.values(), *([anchor.manifest] if anchor.manifest is not None else [])]
-        return [*found, *(item for _, item in self.leases), *self.dead_leases]
+        found += [item for _, item in self.leases] + [item for _, item in self.forks]
+        return [*found, *self.dead_leases, *self.dead_forks]
 
 
 def take_inventory(stream: Stream) -> Inventory:
@@ -84,12 +91,15 @@ def take_inventory(stream: Stream) -> Inventory:
         StoreUnavailable: a listing could not be completed; nothing is concluded from a part of one (F78).
     """
     leases, dead = _leases(stream)
+    forks, dead_forks = list_notes(stream)
     return Inventory(
         commits=[*list_versions(stream.store)],
         parts=_parts(stream),
         anchors=_anchors(stream),
         leases=leases,
         dead_leases=dead,
+        forks=forks,
+        dead_forks=dead_forks,
     )
 
 

@@ -182,17 +182,17 @@ class WritingTests(StoreHooks):
             store.put_new(key, b"other")
 
     def test_a_copy_replaces_nothing_and_of_nothing_is_an_error(self, store: Store) -> None:
+        taken, other, free = (PART.replace("0123456789abcdef", digit * 16) for digit in "abc")
         self.raw_put(store, PART, b"source")
-        self.raw_put(store, COMMIT, b"taken")
-        absent = f"parts/{VERSION}/absent"
-        if store.copy(PART, f"parts/{VERSION}/copy") is None:
+        self.raw_put(store, taken, b"taken")
+        if store.copy(PART, free) is None:
             pytest.skip("this store cannot copy")
         with pytest.raises(ObjectExists):
-            store.copy(PART, COMMIT)
+            store.copy(PART, taken)
         with pytest.raises(ObjectNotFound):
-            store.copy(absent, f"parts/{VERSION}/other")
-        assert self.raw_get(store, COMMIT) == b"taken"
-        assert self.raw_get(store, f"parts/{VERSION}/other") is None
+            store.copy(f"parts/{VERSION}/absent", other)
+        assert self.raw_get(store, taken) == b"taken"
+        assert self.raw_get(store, other) is None
 
     # Siblings
 

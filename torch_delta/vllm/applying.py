@@ -123,6 +123,14 @@ class Applier:
             self._refuse_unattached()
         if standing.asleep:
             raise RequestRefused(standing.asleep)
+        follows = self._host().info.stream_id
+        if info.stream_id not in {None, follows}:
+            raise ChainError(
+                f"version {info.version} of stream {info.stream_id} is asked for, and this engine follows stream "
+                f"{follows}; prepare that version first",
+                stream_id=follows,
+                target=info.version,
+            )
         if standing.version is not None and info.version < standing.version:
             raise ChainError(
                 f"this server is at version {standing.version}, beyond {info.version}; versions are not taken back. "

@@ -38,13 +38,15 @@ class Job:
         kind: of work; see `preparing`.
         target: version to prepare; None for the newest.
         timeout_s: deadline of a preparation; None for the engine's own.
-        asked: number of the request to prepare, the same on all ranks.
+        asked: number of the request to prepare, the same on all ranks; 0 for the engine's own.
+        stream_id: of the stream that the target is of; None for the newest of those that continue each other.
     """
 
     kind: Literal["attach", "prepare", "verify"]
     target: int | None = None
     timeout_s: float | None = None
     asked: int = 0
+    stream_id: str | None = None
 
 
 class Together:
@@ -162,7 +164,7 @@ class Background:
                 trace = None if isinstance(error, TorchDeltaError) else error
                 logger.warning("%s failed: %s", job.kind, failure.message, exc_info=trace)
             finally:
-                self._standing.idle()
+                self._standing.idle(job.asked)
 
     def _take(self) -> Job | None:
         """The next job of rank 0; where it follows on its own, an attach that failed is tried again."""

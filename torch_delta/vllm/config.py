@@ -111,7 +111,7 @@ class InitInfo:
     def __post_init__(self) -> None:
         """Check every field."""
         for name in ("stream", "checkpoint", "base"):
-            _need(self.WHAT, name, getattr(self, name), lambda v: v is None or (isinstance(v, str) and v), "a text")
+            _need(self.WHAT, name, getattr(self, name), _is_text_or_none, "a text")
         _need(self.WHAT, "mode", self.mode, lambda v: v in get_args(Mode), " or ".join(get_args(Mode)))
         _need(self.WHAT, "timeout_s", self.timeout_s, _is_seconds, "seconds above 0")
         _need(self.WHAT, "auto_follow", self.auto_follow, lambda v: v is None or isinstance(v, bool), "true or false")
@@ -131,12 +131,15 @@ class UpdateInfo:
     """To go to; prepared before."""
     mode: Mode = "auto"
     """``"reload"`` reloads everything from the host's checkpoint, whatever was prepared."""
+    stream_id: str | None = None
+    """Of the stream that the version is of; None for the one that the engine follows now."""
 
     WHAT: ClassVar[str] = "update_info"
 
     def __post_init__(self) -> None:
         """Check every field."""
         _need(self.WHAT, "version", self.version, _is_version, "a version: 0 or more")
+        _need(self.WHAT, "stream_id", self.stream_id, _is_text_or_none, "a stream id, or null")
         _need(self.WHAT, "mode", self.mode, lambda v: v in get_args(Mode), " or ".join(get_args(Mode)))
 
 
@@ -148,6 +151,9 @@ class PrepareInfo:
     """To prepare; None for the newest one at the time."""
     timeout_s: float | None = None
     """Seconds for this preparation; None for what the init request said."""
+    stream_id: str | None = None
+    """Of the stream that the version is of: the one that is followed, or one that continues it. None for the newest of
+    these."""
 
     WHAT: ClassVar[str] = "prepare"
 
@@ -155,6 +161,7 @@ class PrepareInfo:
         """Check every field."""
         _need(self.WHAT, "version", self.version, lambda v: v is None or _is_version(v), "a version, or null")
         _need(self.WHAT, "timeout_s", self.timeout_s, lambda v: v is None or _is_seconds(v), "seconds above 0, or null")
+        _need(self.WHAT, "stream_id", self.stream_id, _is_text_or_none, "a stream id, or null")
 
 
 def parse(kind: type[Any], request: object) -> Any:
@@ -271,6 +278,10 @@ def _need(what: str, field: str, value: object, fits: Any, expected: str) -> Non
         raise RequestRefused(
             f"{what}: {field} is {value!r}; expected {expected}", field=field, expected=expected, got=str(value)
         )
+
+
+def _is_text_or_none(value: object) -> bool:
+    return value is None or (isinstance(value, str) and value != "")
 
 
 def _is_seconds(value: object) -> bool:

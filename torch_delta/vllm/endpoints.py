@@ -1,11 +1,11 @@
 """The HTTP routes a server gets when it is started with VLLM_PLUGINS=torch_delta.
 
     POST /torch_delta/init      stream, checkpoint, base, mode, timeout_s, auto_follow
-    POST /torch_delta/prepare   version (default: the newest), timeout_s, wait (default false)
-    POST /torch_delta/update    version, mode, timeout_s, resume_timeout_s
+    POST /torch_delta/prepare   version (default: the newest), stream_id, timeout_s, wait (default false)
+    POST /torch_delta/update    version, stream_id, mode, timeout_s, resume_timeout_s
     POST /torch_delta/verify
     GET  /torch_delta/status
-    GET  /torch_delta/ready     ?version=N: 200 or 503
+    GET  /torch_delta/ready     ?version=N&stream_id=ID: 200 or 503
 
 All of them want the API key of the server (--api-key or VLLM_API_KEY), if it has one, or TORCH_DELTA_TOKEN. fastapi and
 vLLM are imported where they are used: this module is loaded by vLLM alone.
@@ -33,14 +33,17 @@ logger = logging.getLogger("torch_delta")
 TOKEN = "TORCH_DELTA_TOKEN"  # noqa: S105 - the name of a variable
 
 _MODE = ("auto", lambda value: value in ("auto", "reload"), "auto or reload")
+_STREAM_ID = (None, lambda value: value is None or (isinstance(value, str) and value != ""), "a stream id, or null")
 _PREPARE = {
     "version": (None, lambda value: value is None or is_version(value), "a version, or null for the newest"),
     "timeout_s": (None, lambda value: value is None or is_seconds(value), "seconds above 0"),
+    "stream_id": _STREAM_ID,
     "wait": (False, lambda value: isinstance(value, bool), "true or false"),
 }
 _UPDATE = {
     "version": (REQUIRED, is_version, "a version: 0 or more"),
     "mode": _MODE,
+    "stream_id": _STREAM_ID,
     "timeout_s": (120.0, is_seconds, "seconds above 0"),
     "resume_timeout_s": (60.0, is_seconds, "seconds above 0"),
 }
@@ -131,7 +134,8 @@ class EndpointPlugin:
 
     async def _prepare(self, controller: Controller, request: Any) -> tuple[int, Mapping[str, object]]:
         asked: Any = fields(await _body(request), _PREPARE)
-        return 200, await controller.prepare(asked["version"], timeout_s=asked["timeout_s"], wait=asked["wait"])
+        version = asked.pop("version")
+        return 200, await controller.prepare(version, **asked)
 
     async def _update(self, controller: Controller, request: Any) -> tuple[int, Mapping[str, object]]:
         asked: Any = fields(await _body(request), _UPDATE)
@@ -149,13 +153,17 @@ class EndpointPlugin:
 
     async def _ready(self, controller: Controller, request: Any) -> tuple[int, Mapping[str, object]]:
         text = request.query_params.get("version", "0")
-        unknown = sorted(request.query_params.keys() - {"version"})
+        wanted_id = request.query_params.get("stream_id")
+        unknown = sorted(request.query_params.keys() - {"version", "stream_id"})
         if unknown or not (text.isascii() and text.isdigit() and is_version(int(text[:20]))):
-            raise Problem(400, f"expected ?version=N, got {str(request.query_params)[:200]!r}", phase="read")
+            raise Problem(
+                400, f"expected ?version=N&stream_id=ID, got {str(request.query_params)[:200]!r}", phase="read"
+            )
         status = await controller.status()
         now = status["version"]
-        ready = status["ready"] is True and isinstance(now, int) and now >= int(text)
-        return (200 if ready else 503), {"ready": ready, "version": now, "wanted": int(text)}
+        follows = status["stream_id"]
+        ready = status["ready"] is True and isinstance(now, int) and now >= int(text) and wanted_id in {None, follows}
+        return (200 if ready else 503), {"ready": ready, "version": now, "stream_id": follows, "wanted": int(text)}
 
 
 async def _body(request: Any) -> Mapping[str, object]:

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING
 
 from torch_delta.errors import ServerRefused
 from torch_delta.vllm.endpoints_requests import Problem
-from torch_delta.vllm.endpoints_steps import explained, left_s, status_of, worker_problem
-from torch_delta.vllm.fleet.answers import failure_of, prepared_of, version_of, workers_of
+from torch_delta.vllm.endpoints_steps import Wanted, explained, left_s, status_of, worker_problem
+from torch_delta.vllm.fleet.answers import (
+    failure_of,
+    prepare_failure_of,
+    prepared_of,
+    stream_id_of,
+    version_of,
+    workers_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -75,6 +82,7 @@ class Controller:
             paused = await self._calls.is_paused()
         return {
             "generation": self._generation,
+            "stream_id": stream_id_of(workers),
             "version": version_of(workers),
             "prepared": prepared_of(workers),
             "ready": all(worker.ready for worker in workers) and not self._owes_reset and not paused,
@@ -85,11 +93,14 @@ class Controller:
             "workers": answers,
         }
 
-    async def prepare(self, version: int | None, *, timeout_s: float | None, wait: bool) -> dict[str, object]:
+    async def prepare(
+        self, version: int | None, *, timeout_s: float | None, wait: bool, stream_id: str | None = None
+    ) -> dict[str, object]:
         """Have all workers fetch and verify a version.
 
         Args:
             version: None for the newest one.
+            stream_id: of its stream; None for the newest of those that continue each other.
             timeout_s: for the workers, and for the wait; None leaves it to the engine's configuration.
             wait: return when they have it.
 
@@ -103,17 +114,26 @@ class Controller:
         request: dict[str, object] = {"version": version}
         if timeout_s is not None:
             request["timeout_s"] = timeout_s
+        if stream_id is not None:
+            request["stream_id"] = stream_id
         replies = await self._ask("torch_delta_prepare", request)
         if not wait:
             return {"workers": replies}
-        return {"workers": replies, "prepared": await self._prepared(version, timeout_s)}
+        number = max((int(reply.get("request", 0)) for reply in replies if isinstance(reply, dict)), default=0)
+        return {"workers": replies, "prepared": await self._prepared(version, number, timeout_s)}
 
     async def verify(self) -> dict[str, object]:
         """Start a digest of all live weights on every worker."""
         return {"workers": await self._ask("torch_delta_verify", None)}
 
     async def update(
-        self, version: int, *, mode: str = "auto", timeout_s: float = 120.0, resume_timeout_s: float = 60.0
+        self,
+        version: int,
+        *,
+        mode: str = "auto",
+        timeout_s: float = 120.0,
+        resume_timeout_s: float = 60.0,
+        stream_id: str | None = None,
     ) -> dict[str, object]:
         """Apply a prepared version in a pause that keeps requests, and resume, whatever happens to the caller.
 
@@ -122,6 +142,7 @@ class Controller:
             mode: ``"auto"`` or ``"reload"``.
             timeout_s: for the pause, and before that for another update to end.
             resume_timeout_s: for ending it, on top.
+            stream_id: of the stream that the version is of; refused if the engine follows another.
 
         Returns:
             version, pause_s and phases_s.
@@ -130,39 +151,48 @@ class Controller:
             Problem: names the part of the pause; the old weights are served unless it says otherwise.
         """
         self._supported("update")
-        task = asyncio.create_task(self._update(version, mode, timeout_s, resume_timeout_s))
+        wanted = Wanted(version, stream_id, mode)
+        task = asyncio.create_task(self._update(wanted, timeout_s, resume_timeout_s))
         self._tasks.add(task)  # the event loop itself keeps no strong reference
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
 
-    async def _update(self, version: int, mode: str, timeout_s: float, resume_timeout_s: float) -> dict[str, object]:
+    async def _update(self, wanted: Wanted, timeout_s: float, resume_timeout_s: float) -> dict[str, object]:
         async with explained("queue", timeout_s):
             await self._one.acquire()
         try:
-            return await self._alone(version, mode, timeout_s, resume_timeout_s)
+            return await self._alone(wanted, timeout_s, resume_timeout_s)
         finally:
             self._one.release()
 
-    async def _alone(self, version: int, mode: str, timeout_s: float, resume_timeout_s: float) -> dict[str, object]:
+    async def _alone(self, wanted: Wanted, timeout_s: float, resume_timeout_s: float) -> dict[str, object]:
         workers = self._parsed(await self._raw())
-        if self._is_there(workers, version, mode):
+        if self._is_there(workers, wanted):
             return {"version": version_of(workers), "pause_s": 0.0, "phases_s": {}}
         phases_s: dict[str, float] = {}
         ends_s = time.monotonic() + timeout_s
         began_s = time.monotonic()
         try:
             await self._pause(phases_s, ends_s)
-            now = await self._apply(version, mode, phases_s, ends_s)
+            now = await self._apply(wanted, phases_s, ends_s)
         finally:
             await self._resume(phases_s, resume_timeout_s)
         pause_s = time.monotonic() - began_s
         logger.info("version %d applied; paused for %.3f s", now, pause_s)
         return {"version": now, "pause_s": pause_s, "phases_s": phases_s}
 
-    def _is_there(self, workers: Sequence[WorkerStatus], version: int, mode: str) -> bool:
+    def _is_there(self, workers: Sequence[WorkerStatus], wanted: Wanted) -> bool:
         """Refuse before any pause what cannot succeed; True if there is nothing to do."""
+        version, follows = wanted.version, stream_id_of(workers)
         if not all(worker.initialised for worker in workers):
             raise Problem(409, "not initialised: POST /torch_delta/init with the stream first", phase="update")
+        if wanted.stream_id not in {None, follows}:
+            raise Problem(
+                409,
+                f"version {version} of stream {wanted.stream_id} is asked for, and this server follows stream "
+                f"{follows}: POST /torch_delta/prepare with that stream_id and wait for it before updating",
+                phase="update",
+            )
         now, prepared = version_of(workers), prepared_of(workers)
         if now is not None and version < now:
             raise Problem(
@@ -171,9 +201,9 @@ class Controller:
                 "only. Publish the old weights as a new version to go back",
                 phase="update",
             )
-        if now == version and not self._owes_reset and mode == "auto":
+        if now == version and not self._owes_reset and wanted.mode == "auto":
             return True
-        if mode == "auto" and now is not None and (prepared is None or prepared < version):
+        if wanted.mode == "auto" and now is not None and (prepared is None or prepared < version):
             raise Problem(
                 409,
                 f"version {version} is not prepared (prepared: {prepared}): POST /torch_delta/prepare and wait for it "
@@ -189,18 +219,18 @@ class Controller:
             self._paused = True  # before asking: the answer may be late
             await self._calls.pause()
 
-    async def _apply(self, version: int, mode: str, phases_s: dict[str, float], ends_s: float) -> int:
+    async def _apply(self, wanted: Wanted, phases_s: dict[str, float], ends_s: float) -> int:
         """Start, update, check, finish, reset; returns the version that all workers verified."""
         try:
             async with explained("start", left_s(ends_s), phases_s):
                 await self._calls.start()
             async with explained("update", left_s(ends_s), phases_s):
                 self._owes_reset = True
-                await self._calls.update({"version": version, "mode": mode})
+                await self._calls.update(wanted.as_info())
             async with explained("check", left_s(ends_s), phases_s):
                 workers = self._parsed(await self._calls.workers("torch_delta_status"))
             now = version_of(workers)
-            if now is None or now < version:
+            if now is None or now < wanted.version:
                 raise worker_problem(500, "update", failure_of(workers), f"workers run {[w.version for w in workers]}")
             async with explained("finish", left_s(ends_s), phases_s):
                 await self._calls.finish(str(now))
@@ -259,15 +289,16 @@ class Controller:
                     ) from problem
                 await asyncio.sleep(_RETRY_S)
 
-    async def _prepared(self, version: int | None, timeout_s: float | None) -> int:
+    async def _prepared(self, version: int | None, number: int, timeout_s: float | None) -> int:
+        """The version that can be applied once request `number` was dealt with: only then it is of the right stream."""
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s + _MARGIN_S
         while True:
             workers = self._parsed(await self._raw())
             now = prepared_of(workers)
-            busy = any(worker.preparing is not None for worker in workers)
-            if now is not None and (now >= version if version is not None else not busy):
+            is_done = all(worker.answered >= number for worker in workers)
+            if now is not None and is_done and (version is None or now >= version):
                 return now
-            failed = failure_of([worker for worker in workers if worker.preparing is None])
+            failed = prepare_failure_of(workers, number)
             if failed is not None:
                 raise worker_problem(500, "prepare", failed, "")
             if ends_s is not None and left_s(ends_s) <= 0:

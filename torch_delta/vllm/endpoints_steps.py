@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch_delta.vllm.endpoints_requests import Problem
 
@@ -15,6 +15,20 @@ if TYPE_CHECKING:
 
 _WRAPPED = re.compile(r"^Call to \w+ method failed: ")  # vLLM's words around an error of its engine core
 _STATUS_OF = {"RequestRefused": 400, "ChainError": 409, "BaseMismatch": 409}
+
+
+class Wanted(NamedTuple):
+    """What an update is asked for."""
+
+    version: int
+    stream_id: str | None
+    """Of the stream that the version is of; None for the one that the engine follows."""
+    mode: str
+
+    def as_info(self) -> dict[str, object]:
+        """For the engine."""
+        info: dict[str, object] = {"version": self.version, "mode": self.mode}
+        return info if self.stream_id is None else {**info, "stream_id": self.stream_id}
 
 
 @asynccontextmanager

@@ -107,7 +107,12 @@ class Host:
         return self.checkpoint.stream_id != self.info.stream_id
 
     def bring(
-        self, target: int | None, *, timeout_s: float, superseded: Callable[[], bool] = lambda: False
+        self,
+        target: int | None,
+        *,
+        timeout_s: float,
+        stream_id: str | None = None,
+        superseded: Callable[[], bool] = lambda: False,
     ) -> BringReport:
         """Bring the working copy to `target`, or to the newest version there is; at once if it is there or beyond.
 
@@ -117,19 +122,26 @@ class Host:
         Args:
             target: None for the newest.
             timeout_s: for everything.
+            stream_id: of the stream that the target is of; None for the newest of those that continue this one.
             superseded: whether a later request asks for another version; then one that is not published is not waited
                 for. Asked at the start and after `look_up`.
 
         Raises:
             TorchDeltaError: see `Follower.apply_to`; a version that is not published in time is `DeadlineExceeded`.
             RequestRefused: superseded.
+            ChainError: nothing continues this stream as `stream_id` (yet), or the target is beyond reach.
         """
         reports: list[ApplyReport] = []
         ends_s = time.monotonic() + timeout_s
-        while not self.has_moved_on and (target is None or self.version < target or self._goes_on()):
-            goes_over = target is not None and self.version >= target  # to the stream that the target is of
+        is_elsewhere = stream_id not in {None, self.info.stream_id}
+        while not self.has_moved_on:
+            # A number that is reached here may be meant of the stream that goes on from here: others have ended.
+            is_there = target is not None and self.version >= target
+            goes_over = is_elsewhere or (is_there and stream_id is None and self._goes_on())
+            if is_there and not goes_over:
+                break
             until: int | Literal["head"] = "head" if target is None or goes_over else target
-            if target is not None and superseded() and not self._is_published(target):
+            if target is not None and not goes_over and superseded() and not self._is_published(target):
                 raise RequestRefused(
                     f"version {target} is not published yet, and a later request asked for another; ask for it again "
                     "once it is",
@@ -144,6 +156,14 @@ class Host:
                         raise  # else another engine moved on past the target between two looks
             if target is None or goes_over or self._closed:
                 break
+        if is_elsewhere and not self.has_moved_on:
+            raise ChainError(
+                f"version {target} of stream {stream_id} is asked for; this host follows stream {self.info.stream_id} "
+                f"of {self.settings.stream}, and nothing continues that as the other. Is {self.settings.stream} the "
+                "stream that is published to?",
+                stream_id=self.info.stream_id,
+                target=target,
+            )
         return BringReport(
             version=self.version,
             num_versions=len(reports),
@@ -187,8 +207,8 @@ class Host:
             return False
 
     def _goes_on(self) -> bool:
-        """Whether the stream ended, so that a version that the working copy seems to be beyond is its successor's."""
-        with contextlib.suppress(TorchDeltaError):  # then the older version is refused where it is asked for
+        """Whether the stream ended, so that a version that the working copy seems to have is its successor's."""
+        with contextlib.suppress(TorchDeltaError):  # a store that does not answer: then what is here is what there is
             return self.follower.stream.successor() is not None
         return False
 

@@ -158,7 +158,7 @@ class Preparer:
         """Prepare every version that appears, for as long as the engine is attached to this working copy."""
         while self._standing.host is host and not self._cancelled():
             try:
-                host.watch(lambda version: self._submit(Job("prepare", version)))
+                host.watch(lambda version: self._submit(Job("prepare", version, stream_id=host.info.stream_id)))
             except Exception as error:
                 if self._standing.host is not host or self._cancelled():
                     return
@@ -173,13 +173,24 @@ class Preparer:
         standing, target = self._standing, job.target
         with standing.lock:
             host, epoch = standing.host, standing.epoch
+
+        def has_left() -> bool:
+            return host is not None and job.stream_id not in {None, host.info.stream_id}
+
+        if job.asked == 0 and job.stream_id is not None and any(together("prepare", timeout_s, has_left)):
+            return True  # the watch saw it in a stream that was left since; the next watch begins with where that led
         started_s = time.perf_counter()
         standing.working(target, "fetch")
 
         def bring() -> _View:
             if host is None:
                 raise ChainError("an init request came between; prepare again")
-            report = host.bring(target, timeout_s=timeout_s, superseded=lambda: standing.num_asked > job.asked > 0)
+            report = host.bring(
+                target,
+                timeout_s=timeout_s,
+                stream_id=job.stream_id,
+                superseded=lambda: standing.num_asked > job.asked > 0,
+            )
             with standing.lock:
                 routed = standing.live is not None
                 broken = standing.broken or ("" if routed else "mode is reload")

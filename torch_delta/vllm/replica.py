@@ -137,11 +137,12 @@ class Replica:
             return {"accepted": False, "error": Failure.of("prepare", error).to_json()}
         self.standing.clear("attach", "prepare")
         self.standing.num_asked += 1
-        self._background.submit(Job("prepare", info.version, info.timeout_s, self.standing.num_asked))
+        number = self.standing.num_asked
+        self._background.submit(Job("prepare", info.version, info.timeout_s, number, info.stream_id))
         host = self.standing.host
         if host is not None:
             host.look_up()
-        return {"accepted": True, "target": info.version}
+        return {"accepted": True, "target": info.version, "request": number}
 
     def verify(self) -> dict[str, Any]:
         """Start to digest all live weights in the background."""

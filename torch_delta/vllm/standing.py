@@ -55,6 +55,7 @@ class Standing:
         epoch: counts init requests that started over; work of an older epoch is dropped.
         num_applies: counts updates that were begun; what was read from live weights across one is not to be trusted.
         num_asked: counts requests to prepare; an older one stops waiting for a version that is not published.
+        num_answered: number of the newest of them that was dealt with, well or not.
         session: an update session is open.
         failed_update: the open session's update failed.
         outcome: how the last init, start, update or finish went; None for well.
@@ -77,7 +78,7 @@ class Standing:
         self.prepared: dict[int, Prepared] = {}
         self.epoch = 0
         self.num_applies = 0
-        self.num_asked = 0
+        self.num_asked = self.num_answered = 0
         self.session = False
         self.failed_update = False
         self.outcome: Failure | None = None
@@ -186,10 +187,11 @@ class Standing:
             started_s = time.monotonic() if self._working is None else self._working[2]
             self._working = (target, phase, started_s)
 
-    def idle(self) -> None:
-        """No background job runs."""
+    def idle(self, asked: int = 0) -> None:
+        """No background job runs; the last one was the request to prepare of this number, or none (0)."""
         with self.lock:
             self._working = None
+            self.num_answered = max(self.num_answered, asked)
 
     def fail(self, phase: Phase, error: BaseException) -> Failure:
         """Remember the newest failure."""
@@ -250,6 +252,7 @@ class Standing:
                 "preparing": None
                 if working is None
                 else {"target": working[0], "phase": working[1], "seconds": time.monotonic() - working[2]},
+                "answered": self.num_answered,
                 "error": self._error.to_json() if self._error is not None else None,
                 "dirty": self.lost or self.dirty or None,
                 "needs_reload": self.needs_reload or None,

@@ -1,7 +1,8 @@
 """What of SkyRL this package relies on. A release that changed any of it is refused by name, before a run starts.
 
-SkyRL picks the engines of its `delta` backend through vLLM's two factories, under a name it registers only if nobody
-has; that is the seat taken here. What of its own classes is used beside that is listed in `RELIED_ON`.
+SkyRL 0.4.0 picks the engines of its `delta` backend through vLLM's two factories, under a name it registers only if
+nobody has; that is the seat taken there. 0.3.0 has no such backend: it picks a strategy, which makes senders, by two
+functions that know two strategies, and is told of a third. What else of either is used is listed in `RELIED_ON`.
 """
 
 from __future__ import annotations
@@ -14,23 +15,46 @@ from torch_delta.errors import UnsupportedFormat
 
 BACKEND = "delta"
 """SkyRL's name of the backend whose seat is taken."""
-SUPPORTED = "0.4.0"
-"""The release this package was made for and is tested with."""
+ENGINES = "0.4.0"
+"""The release in which trainers and servers are vLLM's weight transfer engines."""
+SENDERS = "0.3.0"
+"""The release in which trainers have a `WeightTransferStrategy` and its `WeightTransferSender`."""
+SUPPORTED = (ENGINES, SENDERS)
+"""The releases this package was made for and is tested with."""
 
-_SYNC = "skyrl.backends.skyrl_train.weight_sync"
-RELIED_ON = (
-    (f"{_SYNC}.register", "register_trainer_engines"),
-    (f"{_SYNC}.register", "register_receive_engines"),
-    (f"{_SYNC}.weight_senders", "SkyrlTrainerCapabilities.skyrl_handles_prefix_cache_reset"),
-    (f"{_SYNC}.sources", "FsdpWeightSource.model"),
-    (f"{_SYNC}.sources", "FsdpWeightSource.weight_prefix"),
-    (f"{_SYNC}.control_plane", "SkyrlWeightSyncClient.fetch_weights"),
-    (f"{_SYNC}.control_plane", "SkyrlWeightSyncClient.pause_generation"),
-    (f"{_SYNC}.delta.trainer", "DeltaTrainerWeightTransferEngine._apply_receiver_update"),
-    (f"{_SYNC}.delta.trainer", "DeltaTrainerWeightTransferEngine.skyrl_set_reset_prefix_cache"),
-    (f"{_SYNC}.delta.trainer", "DeltaTrainerInitInfo.max_file_size_in_gb"),
+SYNC = "skyrl.backends.skyrl_train.weight_sync"
+_SERVERS = "skyrl.backends.skyrl_train.inference_servers"
+_ENGINES = (
+    (f"{SYNC}.register", "register_trainer_engines"),
+    (f"{SYNC}.register", "register_receive_engines"),
+    (f"{SYNC}.weight_senders", "SkyrlTrainerCapabilities.skyrl_handles_prefix_cache_reset"),
+    (f"{SYNC}.sources", "FsdpWeightSource.model"),
+    (f"{SYNC}.sources", "FsdpWeightSource.weight_prefix"),
+    (f"{SYNC}.control_plane", "SkyrlWeightSyncClient.fetch_weights"),
+    (f"{SYNC}.control_plane", "SkyrlWeightSyncClient.pause_generation"),
+    (f"{SYNC}.delta.trainer", "DeltaTrainerWeightTransferEngine._apply_receiver_update"),
+    (f"{SYNC}.delta.trainer", "DeltaTrainerWeightTransferEngine.skyrl_set_reset_prefix_cache"),
+    (f"{SYNC}.delta.trainer", "DeltaTrainerInitInfo.max_file_size_in_gb"),
 )
-"""Module and name of what is used of SkyRL; importing these needs SkyRL's vLLM."""
+_CLIENT = f"{_SERVERS}.remote_inference_client"
+_SENDERS = (
+    (SYNC, "get_transfer_strategy"),
+    (SYNC, "get_transfer_strategy_cls"),
+    (f"{SYNC}.transfer_strategy", "WeightTransferStrategy.create_init_info"),
+    (f"{SYNC}.transfer_strategy", "WeightTransferStrategy.create_sender"),
+    (f"{SYNC}.transfer_strategy", "WeightTransferSender.send_chunks"),
+    (f"{SYNC}.transfer_strategy", "WeightTransferSender.teardown"),
+    (f"{SYNC}.transfer_strategy", "WeightSyncInitInfo.override_existing_receiver"),
+    (_CLIENT, "RemoteInferenceClient._call_all_servers"),
+    (_CLIENT, "RemoteInferenceClient.init_weight_update_communicator"),
+    (_CLIENT, "RemoteInferenceClient.pause_generation"),
+    (_CLIENT, "RemoteInferenceClient.resume_generation"),
+    (_CLIENT, "RemoteInferenceClient.update_named_weights"),
+)
+RELIED_ON = {ENGINES: _ENGINES, SENDERS: _SENDERS}
+"""By release: module and name of what is used of SkyRL. Importing those of `ENGINES` needs SkyRL's vLLM."""
+SERVER_ARGUMENTS = f"{_SERVERS}.utils"
+"""Module in which 0.3.0 chooses a server's backend; it holds one of the two functions by name."""
 
 
 def installed() -> str | None:
@@ -45,19 +69,23 @@ def check_release() -> None:
     """Refuse a SkyRL that this package was not made for. Imports nothing of it.
 
     Raises:
-        UnsupportedFormat: names the release and the one that is known.
+        UnsupportedFormat: names the release and those that are known.
     """
     found = installed()
-    if found == SUPPORTED:
+    if found in SUPPORTED:
         return
     what = "SkyRL is not installed" if found is None else f"skyrl {found} is installed"
-    older = "" if found is None or not found.startswith("0.3.") else " (its senders are of another kind)"
     raise UnsupportedFormat(
-        f"{what}{older}; torch_delta_skyrl works with skyrl {SUPPORTED}. Install that release, or leave "
-        "torch_delta_skyrl out: SkyRL's own delta backend then does the work",
+        f"{what}; torch_delta_skyrl works with skyrl {' and '.join(SUPPORTED)}. Install one of these releases, or "
+        "leave torch_delta_skyrl out",
         installed=found,
         expected=SUPPORTED,
     )
+
+
+def has_senders() -> bool:
+    """Whether the installed SkyRL is the one with strategies and senders. Imports nothing of it."""
+    return installed() == SENDERS
 
 
 def check_seams() -> None:
@@ -67,11 +95,12 @@ def check_seams() -> None:
         UnsupportedFormat: names what is missing.
     """
     check_release()
-    missing = [f"{module}:{name}" for module, name in RELIED_ON if not _has(module, name)]
+    found = str(installed())
+    missing = [f"{module}:{name}" for module, name in RELIED_ON[found] if not _has(module, name)]
     if missing:
         raise UnsupportedFormat(
-            f"skyrl {installed()} has no {', '.join(missing)}; it is not the release that torch_delta_skyrl knows. "
-            f"Install skyrl {SUPPORTED} unchanged",
+            f"skyrl {found} has no {', '.join(missing)}; it is not the release that torch_delta_skyrl knows. "
+            f"Install skyrl {found} unchanged",
             missing=missing,
         )
 

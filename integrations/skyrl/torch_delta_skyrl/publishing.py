@@ -19,6 +19,7 @@ from torch_delta.errors import BaseMismatch, CaptureError, ObjectNotFound
 from torch_delta.publish.base import BaseCheckpoint, open_base
 from torch_delta.receive import Follower, LocalCheckpoint
 from torch_delta_skyrl.shards import fsdp_model, shard_source
+from torch_delta_skyrl.ties import walked_schema
 from torch_delta_skyrl.walking import Walk
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch_delta.config import PublishConfig
     from torch_delta.events import PublishReport
+    from torch_delta.format.schema import Schema
     from torch_delta.publish import Publisher
 
 _logger = logging.getLogger("torch_delta")
@@ -40,16 +42,25 @@ class WeightPublisher:
         base_model_path: the checkpoint servers start from: a folder or a Hub id.
         staging_dir: folder on this host for the newest weights of a stream that exists and stands elsewhere.
         config: see `PublishConfig`; the same on every rank.
+        compare_shards: look for a model behind the source, whose shards can be compared where they lie.
     """
 
     def __init__(
-        self, source: Any, *, sync_dir: str, base_model_path: str, staging_dir: str, config: PublishConfig
+        self,
+        source: Any,
+        *,
+        sync_dir: str,
+        base_model_path: str,
+        staging_dir: str,
+        config: PublishConfig,
+        compare_shards: bool = True,
     ) -> None:
         self._source = source
         self._sync_dir = sync_dir
         self._base_path = base_model_path
         self._staging_dir = staging_dir
         self._config = config
+        self._compare_shards = compare_shards
         self._base: BaseCheckpoint
         self._model: nn.Module | None = None
         self._publisher: Publisher | None = None
@@ -94,7 +105,7 @@ class WeightPublisher:
 
     def _open(self) -> Publisher:
         self._base = open_base(self._base_path)
-        self._model = fsdp_model(self._source, self._base.schema)
+        self._model = fsdp_model(self._source, self._base.schema) if self._compare_shards else None
         return self._attach_shards() or self._attach_walk()
 
     def _attach_shards(self) -> Publisher | None:
@@ -120,9 +131,18 @@ class WeightPublisher:
 
     def _attach_walk(self) -> Publisher:
         self._is_walking = True
-        walk = None if self._source is None else Walk(self._source, self._base, self._reference())
-        source = TensorSource(walk, self._base.schema)
+        schema = walked_schema(self._base, self._stream_schema())
+        walk = None if self._source is None else Walk(self._source, self._base, self._reference(), schema)
+        source = TensorSource(walk, schema)
         return attach_source(source, self._sync_dir, base=self._base_path, config=self._config)
+
+    def _stream_schema(self) -> Schema | None:
+        """Of the stream that is continued; None for a new one. The same on every rank."""
+        with Follower(self._sync_dir) as follower:
+            try:
+                return follower.schema
+            except ObjectNotFound:
+                return None
 
     def _reference(self) -> BaseCheckpoint:
         """A checkpoint with the weights at which the stream stands: the base for a new one, else its newest version."""

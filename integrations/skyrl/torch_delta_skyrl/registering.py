@@ -7,6 +7,8 @@ need it:
     trainer ranks (Ray actors)  `ray_hook` has every worker process of the cluster call `register_trainer`
     a script without Ray        calls `register`
 
+In SkyRL 0.3.0 the trainers' seat is another one: `torch_delta_skyrl.selecting`.
+
 Which processes, is decided by the environment variable ``TORCH_DELTA_SKYRL=1``; `register` sets it.
 """
 
@@ -17,13 +19,16 @@ import os
 from typing import Any
 
 from torch_delta.errors import UnsupportedFormat
-from torch_delta_skyrl import contract
+from torch_delta_skyrl import contract, selecting
+from torch_delta_skyrl.importing import when_imported
 
 ENABLED = "TORCH_DELTA_SKYRL"
 """Environment variable: ``1`` takes the seat, in every process it reaches."""
 RAY_HOOK = "RAY_RUNTIME_ENV_HOOK"
 """Ray's variable that names a function from runtime environment to runtime environment."""
 
+_FORWARDED = ("TORCH_DELTA_SKYRL", "TORCH_DELTA_ALLOWED_PATHS", "TORCH_DELTA_CHECKPOINT_ROOT", "TORCH_DELTA_BASE")
+"""Beginnings of variables that every process of a Ray job is given as the driver has them."""
 _FACTORY = "vllm.distributed.weight_transfer.factory"
 _SETUP = "torch_delta_skyrl.registering.set_up_worker"
 _SEATS = {
@@ -44,7 +49,8 @@ def register() -> None:
     os.environ[ENABLED] = "1"
     os.environ.setdefault(RAY_HOOK, "torch_delta_skyrl.registering.ray_hook")
     register_trainer()
-    register_receiver()
+    if not contract.has_senders():  # its vLLM is older than any that can receive
+        register_receiver()
 
 
 def ray_hook(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
@@ -61,7 +67,8 @@ def ray_hook(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
             f"{_SETUP}() in it, and unset {RAY_HOOK}",
             got=str(present),
         )
-    env["env_vars"] = {**(env.get("env_vars") or {}), ENABLED: "1"}
+    ours = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
+    env["env_vars"] = {**ours, **(env.get("env_vars") or {}), ENABLED: "1"}
     return env
 
 
@@ -71,25 +78,29 @@ def set_up_worker() -> None:
     The factories are vLLM's, whose import takes seconds; the seats are taken when they are imported.
     """
     os.environ[ENABLED] = "1"
-    from torch_delta_skyrl.importing import when_imported
-
-    when_imported(_FACTORY, take_seats)
+    if contract.has_senders():
+        register_trainer()
+    else:
+        when_imported(_FACTORY, take_seats)
 
 
 def vllm_plugin() -> None:
-    """Entry point of `vllm.general_plugins`: does nothing unless ``TORCH_DELTA_SKYRL=1``."""
-    if os.environ.get(ENABLED) == "1":
+    """Entry point of `vllm.general_plugins`: does nothing unless ``TORCH_DELTA_SKYRL=1`` and SkyRL has engines."""
+    if os.environ.get(ENABLED) == "1" and not contract.has_senders():
         register_receiver()
 
 
 def register_trainer() -> None:
-    """Register the trainer engine where SkyRL looks for it.
+    """Register the trainer engine, or the strategy, where SkyRL looks for it.
 
     Raises:
         UnsupportedFormat: an unknown SkyRL, or the seat is taken.
     """
     contract.check_release()
-    _take("WeightTransferTrainerFactory")
+    if contract.has_senders():
+        when_imported(contract.SYNC, selecting.offer_strategy)
+    else:
+        _take("WeightTransferTrainerFactory")
 
 
 def register_receiver() -> None:

@@ -16,8 +16,8 @@ _INIT = frozenset({"stream", "base_model_path", "local_checkpoint_dir", "timeout
 _UPDATE = frozenset({"target_version", "version", "sync_dir", "uri"})
 
 
-def init_payload(*, stream: str, base_model_path: str, local_checkpoint_dir: str) -> dict[str, Any]:
-    """What our trainer engine sends to `/init_weight_transfer_engine`."""
+def init_payload(*, stream: str, base_model_path: str, local_checkpoint_dir: str | None) -> dict[str, Any]:
+    """What our trainer side sends to `/init_weight_transfer_engine`; without a folder each server chooses its own."""
     return {"stream": stream, "base_model_path": base_model_path, "local_checkpoint_dir": local_checkpoint_dir}
 
 
@@ -47,6 +47,16 @@ def update_request(payload: object) -> object:
     target = payload.get("target_version")
     request = {"version": payload.get("version") if target is None else target}
     return request | {name: value for name, value in payload.items() if name not in _UPDATE}
+
+
+def update_payload(stream: str, version: int) -> dict[str, Any]:
+    """What our trainer side sends to `/update_weights`."""
+    return {"target_version": version, "version": version, "sync_dir": stream, "uri": version_uri(stream, version)}
+
+
+def fetch_payload(stream: str, version: int) -> dict[str, Any]:
+    """The arguments of `fetch_weights` for a version."""
+    return {"target_version": version, "sync_dir": stream, "uri": version_uri(stream, version)}
 
 
 def version_uri(stream: str, version: int) -> str:

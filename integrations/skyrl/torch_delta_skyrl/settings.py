@@ -31,13 +31,15 @@ def publish_config(init_info: Any) -> PublishConfig:
     """What SkyRL's trainer-side init info means for our publisher.
 
     Args:
-        init_info: SkyRL's `DeltaTrainerInitInfo`.
+        init_info: SkyRL's `DeltaTrainerInitInfo`, or for 0.3.0, which has none, our `environment.DeltaSettings`.
 
     Raises:
         RequestRefused: a field with a meaning that has no counterpart was set to something else than its default.
     """
     defaults = {field.name: field.default for field in fields(init_info)}
     for name, why in _FOREIGN.items():
+        if name not in defaults:
+            continue
         value = getattr(init_info, name)
         if value != defaults[name]:
             raise RequestRefused(

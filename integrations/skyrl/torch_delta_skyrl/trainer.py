@@ -15,7 +15,7 @@ from skyrl.backends.skyrl_train.weight_sync.delta.trainer import DeltaTrainerWei
 from torch_delta.errors import CaptureError, RequestRefused
 from torch_delta_skyrl import contract
 from torch_delta_skyrl.publishing import WeightPublisher
-from torch_delta_skyrl.requests import init_payload, version_uri
+from torch_delta_skyrl.requests import init_payload, update_payload
 from torch_delta_skyrl.settings import publish_config
 
 if TYPE_CHECKING:
@@ -103,14 +103,7 @@ class TrainerEngine(DeltaTrainerWeightTransferEngine):  # type: ignore[misc, unu
             )
         version = self._publisher.publish()
         if self.is_sender:
-            sync_dir = self._init_info.sync_dir
-            update = {
-                "target_version": version,
-                "version": version,
-                "sync_dir": sync_dir,
-                "uri": version_uri(sync_dir, version),
-            }
-            self._apply_receiver_update(update)
+            self._apply_receiver_update(update_payload(self._init_info.sync_dir, version))
 
     def shutdown(self) -> None:
         """End the publisher; on every rank."""

@@ -7,18 +7,19 @@ take are refused by name: their changes would reach nobody.
 
 from __future__ import annotations
 
-import json
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch_delta.capture.arrays import SERVING_DTYPES
 from torch_delta.errors import CaptureError
+from torch_delta_skyrl.ties import Pairs, is_tied
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     import torch
 
+    from torch_delta.format.schema import Schema
     from torch_delta.publish.base import BaseCheckpoint
 
 _logger = logging.getLogger("torch_delta")
@@ -32,35 +33,46 @@ class Walk:
         source: SkyRL's `WeightSource`; iterated once per walk, to its end, on every rank that has one.
         base: the checkpoint whose tensors are published.
         reference: a checkpoint with the same tensors, at the newest version of the stream.
+        schema: of the stream; which names share a tensor.
     """
 
     def __init__(
-        self, source: Iterable[tuple[str, torch.Tensor]], base: BaseCheckpoint, reference: BaseCheckpoint
+        self,
+        source: Iterable[tuple[str, torch.Tensor]],
+        base: BaseCheckpoint,
+        reference: BaseCheckpoint,
+        schema: Schema,
     ) -> None:
         self._source = source
         self._base = base
-        self._reference: BaseCheckpoint | None = reference
+        self._reference = reference
+        self._schema = schema
+        self._is_live = False
         self._specs = base.schema.by_name
-        self._is_tied = _is_tied(base)
+        self._is_tied = is_tied(base)
         self._told: set[str] = set()
 
     def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """One walk."""
-        reference, self._reference = self._reference, None
-        if reference is not None:
-            return tensors_of(reference, [spec.name for spec in self._base.schema.tensors])
-        return self._live()
+        is_live, self._is_live = self._is_live, True
+        return self._live() if is_live else tensors_of(self._reference, self._names())
+
+    def _names(self) -> list[str]:
+        return [self._schema.tensors[index].name for index in self._schema.data_indices]
 
     def _live(self) -> Iterator[tuple[str, torch.Tensor]]:
         strangers: list[str] = []
         seen: set[str] = set()
+        pairs = Pairs(self._schema)
         for name, tensor in self._source:
             spec = self._specs.get(name)
             if spec is None:
                 strangers.append(name)
                 continue
-            seen.add(name)
-            yield name, tensor.to(SERVING_DTYPES[spec.dtype])
+            for found, cast in pairs.take(name, tensor.to(SERVING_DTYPES[spec.dtype])):
+                seen.add(found)
+                yield found, cast
+        pairs.check()
         lost = [name for name in strangers if not (self._is_tied and name.endswith("lm_head.weight"))]
         if lost or not seen:
             raise CaptureError(
@@ -69,9 +81,9 @@ class Walk:
                 "(trainer.policy.model.path), with all its tensors under the names the trainer exports",
                 tensors=tuple(lost[:100]),
             )
-        constant = [spec.name for spec in self._base.schema.tensors if spec.name not in seen]
+        constant = [name for name in self._names() if name not in seen]
         self._tell(strangers, constant)
-        yield from tensors_of(self._base, constant)
+        yield from tensors_of(self._reference, constant)
 
     def _tell(self, left_out: list[str], constant: list[str]) -> None:
         """Once for each set of names, so that a log shows what is not synchronised."""
@@ -93,10 +105,3 @@ def tensors_of(checkpoint: BaseCheckpoint, names: Iterable[str]) -> Iterator[tup
         with safe_open(checkpoint.path / file, framework="pt") as opened:
             for name in inside:
                 yield name, opened.get_tensor(name)
-
-
-def _is_tied(base: BaseCheckpoint) -> bool:
-    path = base.path / "config.json"
-    settings: Any = json.loads(path.read_bytes()) if path.is_file() else {}
-    text = settings.get("text_config") or {}
-    return bool(settings.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))

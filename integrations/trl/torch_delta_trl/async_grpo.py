@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch_delta_trl.adapters import is_adapted, keep_unmerged
 from torch_delta_trl.callback import SyncCallback
 
 if TYPE_CHECKING:
@@ -67,5 +68,7 @@ def wire(sync: DeltaSync, trainer: Any) -> None:
     # In front of the trainer's own callbacks, the first of which synchronises and starts the rollouts.
     trainer.callback_handler.callbacks.insert(0, callback)
     trainer._streaming_iter = lambda: iter(())
+    if is_adapted(trainer.accelerator.unwrap_model(trainer.model)):
+        keep_unmerged(trainer)
     if trainer.accelerator.is_main_process:
         trainer.weight_transfer = sync.weight_transfer

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch_delta.errors import CaptureError, UnsupportedFormat
+from torch_delta_trl.adapters import is_adapted, refuse_unmergeable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,6 +48,8 @@ def kind_of(trainer: Any) -> Kind:
     if "AsyncGRPOTrainer" in names:
         _need(trainer, ("_streaming_iter", "_sync_weight", "_metrics", "callback_handler", "model_version"))
         _need(trainer.args, ("weight_sync_steps", "vllm_server_base_url"))
+        if is_adapted(trainer.accelerator.unwrap_model(trainer.model)):
+            _need(trainer, ("_sync_weight_merged",))
         return "async"
     if "GRPOTrainer" in names:
         if not getattr(trainer, "use_vllm", False):
@@ -72,17 +75,18 @@ def refuse_what_cannot_be_exact(trainer: Any) -> None:
         CaptureError: says which and what to do.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
-    if hasattr(model, "peft_config"):
-        raise CaptureError(
-            "the model has PEFT adapters: what vLLM would serve are merged weights, and merging and unmerging in the "
-            "training dtype does not give the base back bit for bit. Train the full weights, or let TRL synchronise "
-            "the adapter itself (AsyncGRPOTrainer does, with a server started with --enable-lora)"
-        )
     if getattr(trainer, "is_deepspeed_enabled", False):
         raise CaptureError("DeepSpeed shards parameters where torch_delta cannot see them; use FSDP2 or DDP")
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and getattr(plugin, "fsdp_version", 2) != 2:
         raise CaptureError("FSDP version 1 flattens parameters; set fsdp_version: 2 in the Accelerate configuration")
+    if is_adapted(model):
+        if plugin is not None:
+            raise CaptureError(
+                "the model has PEFT adapters and FSDP shards it: merged weights are published from whole tensors only. "
+                "Train adapters in one process or with DDP, or the full weights"
+            )
+        refuse_unmergeable(model)
 
 
 def _need(owner: Any, names: Iterable[str]) -> None:

@@ -19,6 +19,7 @@ from torch_delta.config import PublishConfig
 from torch_delta.errors import TorchDeltaError
 from torch_delta.publish.coordination import form_team
 from torch_delta.store.base import Store
+from torch_delta_trl.adapters import is_adapted, merged_source
 from torch_delta_trl.contract import kind_of, refuse_what_cannot_be_exact
 from torch_delta_trl.receivers import FleetReceivers, url_of
 from torch_delta_trl.report import STANDING, Delivery, SyncReport
@@ -54,7 +55,7 @@ class DeltaSync:
         token: for the servers' Authorization header.
         server_stream: URL of the stream as the engines reach it; None is `stream`. Needed beside an open store.
         publish: how to publish; its `every` is not used, the trainer's own interval is.
-        capture: see `torch_delta.attach`.
+        capture: see `torch_delta.attach`; of a model with adapters, its placement alone.
         fleet: deadlines, and what to do about failing servers.
         init_info: further fields for the servers' initialisation; see `torch_delta.vllm.Fleet`.
 
@@ -158,9 +159,7 @@ class DeltaSync:
         model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
         base = self.base if self.base is not None else model.config.name_or_path
         self._team = form_team()
-        self._publisher = torch_delta.attach(
-            trainer.optimizer, model, self._root, base=base, config=self._publish, capture=self._capture
-        )
+        self._publisher = self._attach(model, base)
         self._published_step = trainer.state.global_step
         try:
             if self._receivers is None:
@@ -235,6 +234,15 @@ class DeltaSync:
         receivers, self._receivers = self._receivers, None
         if receivers is not None:
             receivers.close()
+
+    def _attach(self, model: Any, base: str) -> Publisher:
+        """Where changes come from: the hooks of the trainer's optimizer, or a look at the merged weights."""
+        if is_adapted(model):
+            source = merged_source(model, base, self._capture)
+            return torch_delta.attach_source(source, self._root, base=base, config=self._publish)
+        return torch_delta.attach(
+            self._trainer.optimizer, model, self._root, base=base, config=self._publish, capture=self._capture
+        )
 
     def _new_receivers(self) -> Receivers:
         trainer = self._trainer

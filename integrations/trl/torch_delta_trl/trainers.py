@@ -23,7 +23,8 @@ class DeltaSyncMixin:
         **kwargs: of the trainer.
 
     Raises:
-        CaptureError: the model cannot be followed exactly (PEFT, DeepSpeed, FSDP version 1); says what to do.
+        CaptureError: the model cannot be followed exactly (DeepSpeed, FSDP version 1, some PEFT adapters); says what to
+            do.
     """
 
     def __init__(self, *args: Any, delta_sync: DeltaSync, **kwargs: Any) -> None:

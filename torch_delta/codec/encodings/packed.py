@@ -16,7 +16,6 @@ import numpy as np
 
 from torch_delta.codec.bits import bits_dtype
 from torch_delta.codec.change import Change
-from torch_delta.codec.digest import digest_delta
 from torch_delta.codec.encodings.base import Packed as PackedFrame
 from torch_delta.codec.packed.classes import exponent_of
 from torch_delta.codec.packed.emit import emit
@@ -33,9 +32,6 @@ from torch_delta.format.limits import MAX_FRAME_RAW_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    import numpy.typing as npt
-
-    from torch_delta.codec.bits import Bits
     from torch_delta.codec.encodings.base import OldRegion
     from torch_delta.format.frames import Frame
     from torch_delta.format.schema import Schema
@@ -86,9 +82,10 @@ class Packed:
         for item, one in zip(frame.slices, gathered, strict=True):
             region = np.ascontiguousarray(old(item)).reshape(-1)
             index, before, new = locate(one, schema.tensors[item.tensor], region, key=key)
-            changes.append(
-                Change(tensor=item.tensor, box=item.box, index=index, old=before, new=new, increment=item.increment)
+            change = Change(
+                tensor=item.tensor, box=item.box, index=index, old=before, new=new, increment=item.increment
             )
+            changes.append(change.with_digests(schema))
             yield changes[-1]
         check = _base_check(schema, changes)
         expected = Digest.from_bytes(bytes(blob[:DIGEST_BYTES]))
@@ -107,17 +104,10 @@ class Packed:
 
 
 def _base_check(schema: Schema, changes: Sequence[Change]) -> Digest:
-    """Digest of the old bits of all changed elements (rule E6); in few calls, however many small tensors there are."""
-    by_width: dict[int, tuple[list[npt.NDArray[np.int64]], list[Bits]]] = {}
-    for change in changes:
-        assert change.old is not None
-        index, old = by_width.setdefault(change.old.itemsize, ([], []))
-        index.append(change.flat_index(schema))
-        old.append(change.old)
+    """Digest of the old bits of all changed elements (rule E6)."""
     total = ZERO
-    for index, old in by_width.values():
-        bits = np.concatenate(old)
-        total += digest_delta(np.concatenate(index), np.zeros_like(bits), bits)
+    for change in changes:
+        total += change.computed_digests(schema)[0]
     return total
 
 

@@ -6,7 +6,7 @@ smaller it is: the chance roughly halves from one exponent to the next. Elements
 
     class(u) = clip(exponent(u) - boundary, 0, NUM_CLASSES - 1)
 
-Exponents lie above the mantissa, so classes are ranges of the bits without their sign: `u & magnitude > threshold`.
+Exponents lie above the mantissa: `exponent(u) = (u & magnitude) >> shift`.
 """
 
 from __future__ import annotations
@@ -71,37 +71,38 @@ class Exponent:
             return np.zeros(bits.size, np.uint8)
         return np.clip(self.of(bits) - boundary, 0, NUM_CLASSES - 1).astype(np.uint8)
 
-    def tables(self, boundary: int, dtype: np.dtype[np.unsignedinteger]) -> Tables:
+    def limits(self, boundary: int) -> list[int]:
+        """What the bits without sign must exceed to be of class c or above; entry 0 is not used."""
+        starts = ((boundary + number) << self.shift for number in range(1, NUM_CLASSES))
+        return [0, *(min(start - 1, self.magnitude) for start in starts)]
+
+    def tables(self, boundary: int) -> Tables:
         """Classes in the forms that compiled kernels read them in."""
-        return _tables(self, boundary, dtype)
+        return _tables(self, boundary)
 
 
 class Tables(NamedTuple):
     """How kernels see the classes of a boundary.
 
     Attributes:
-        limits: what the bits without sign must exceed to be of class c or above, `[NUM_CLASSES]`; entry 0 is not used.
         classes: class of each exponent, uint8.
-        ones: 1 in the byte of that class, uint64.
+        boundary: exponent at which they begin.
         shift, magnitude, sign_magnitude: see `Exponent`.
     """
 
-    limits: Bits
     classes: npt.NDArray[np.uint8]
-    ones: npt.NDArray[np.uint64]
+    boundary: int
     shift: int
     magnitude: int
     sign_magnitude: bool
 
 
 @lru_cache(maxsize=256)
-def _tables(exponent: Exponent, boundary: int, dtype: np.dtype[np.unsignedinteger]) -> Tables:
-    limits = [min(((boundary + rank) << exponent.shift) - 1, exponent.magnitude) for rank in range(1, NUM_CLASSES)]
+def _tables(exponent: Exponent, boundary: int) -> Tables:
     classes = np.clip(np.arange(exponent.num_exponents) - boundary, 0, NUM_CLASSES - 1).astype(np.uint8)
     return Tables(
-        limits=np.array([0, *limits], dtype),
         classes=classes,
-        ones=np.uint64(1) << (np.uint64(8) * classes.astype(np.uint64)),
+        boundary=boundary,
         shift=exponent.shift,
         magnitude=exponent.magnitude,
         sign_magnitude=exponent.sign_magnitude,

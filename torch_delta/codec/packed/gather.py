@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torch_delta.codec.packed import kernels_streams, varints
+from torch_delta.codec.packed import kernels_gather, varints
 from torch_delta.codec.packed.emit import MOST_HIGH, MOST_SIZE
 from torch_delta.codec.packed.head import MASK, MOST_BYTES_PER_SLICE, SliceHead, parse_heads
 from torch_delta.codec.packed.steps import join
@@ -123,7 +123,7 @@ class _Reader:
     def take(self, head: SliceHead, item: Expected) -> Gathered:
         """The next slice."""
         gaps, steps = np.empty(item.num_set, np.uint32), np.empty(item.num_set, item.dtype)
-        kernel = kernels_streams.GATHER[item.dtype.itemsize].get(item.num_set)
+        kernel = kernels_gather.GATHER[item.dtype.itemsize].get(item.num_set)
         is_good = (
             self._take_numpy(head, item, gaps, steps) if kernel is None else self._run(kernel, head, gaps, steps, item)
         )

@@ -1,8 +1,8 @@
 """Compiled twins of the loops of `packed` over whole boxes. See `torch_delta.codec.kernels` for when they are compiled.
 
-Elements are looked at in blocks of `_BLOCK`. How many of each class a block holds is counted without branches, which
-compiles to vector instructions. Only blocks in which something changed are walked over, with the counters of all eight
-classes in the bytes of one word.
+Sixty-four elements at a time become eight masks, one for each class, with a bit for every element of it (`lanes.py`).
+How many elements of a class lie before a place is then a count of bits, and the place of the n-th of them a search for
+a bit: work per 64 elements and per changed element, none per element.
 """
 
 from __future__ import annotations
@@ -11,45 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from torch_delta.codec import lanes
 from torch_delta.codec.kernels import Kernel, view
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_BLOCK = 112  # a multiple of vector and group sizes, and below 127: counters of a block fit seven bits
-_GROUP = 8
+_LANES = lanes.LANES
 _FAR = 1 << 40
-_NEVER = 127
 _WIDTHS = (1, 2, 4, 8)
 _U = np.uint64
-
-
-def _counter(numba: Any, kind: Any) -> Callable[..., Any]:
-    """Counts the elements of each class in a block."""
-
-    def count(part, magnitude, limits, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        t1, t2, t3, t4, t5, t6, t7 = limits[1], limits[2], limits[3], limits[4], limits[5], limits[6], limits[7]
-        c1 = c2 = c3 = c4 = c5 = c6 = c7 = kind(0)
-        for i in range(part.size):
-            size = kind(part[i] & magnitude)
-            c1 = kind(c1 + kind(size > t1))
-            c2 = kind(c2 + kind(size > t2))
-            c3 = kind(c3 + kind(size > t3))
-            c4 = kind(c4 + kind(size > t4))
-            c5 = kind(c5 + kind(size > t5))
-            c6 = kind(c6 + kind(size > t6))
-            c7 = kind(c7 + kind(size > t7))
-        out[0] = part.size - np.int64(c1)
-        out[1] = np.int64(c1) - np.int64(c2)
-        out[2] = np.int64(c2) - np.int64(c3)
-        out[3] = np.int64(c3) - np.int64(c4)
-        out[4] = np.int64(c4) - np.int64(c5)
-        out[5] = np.int64(c5) - np.int64(c6)
-        out[6] = np.int64(c6) - np.int64(c7)
-        out[7] = np.int64(c7)
-
-    compiled: Callable[..., Any] = numba.njit(count, nogil=True)
-    return compiled
+_ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
+_PLACES = np.array(
+    [
+        [[place for place in range(8) if byte >> place & 1][rank : rank + 1] or [0] for rank in range(8)]
+        for byte in range(256)
+    ],
+    np.uint8,
+).reshape(-1)
+"""Entry 8 * byte + n: place of the n-th bit set in a byte, from 0."""
 
 
 def _ordered(numba: Any, kind: Any, num_bits: int) -> Callable[..., Any]:
@@ -59,6 +39,53 @@ def _ordered(numba: Any, kind: Any, num_bits: int) -> Callable[..., Any]:
         return kind(bits ^ kind(kind(bits >> kind(num_bits - 1)) * kind((1 << (num_bits - 1)) - 1)))
 
     compiled: Callable[..., Any] = numba.njit(ordered, nogil=True)
+    return compiled
+
+
+def _class_masks(numba: Any, kind: Any) -> Callable[..., Any]:
+    """Writes the masks of the eight classes of up to 64 elements."""
+    planes = lanes.class_planes(numba)
+
+    def class_masks(region, start, magnitude, shift, boundary, padded, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0917
+        left = region.size - start
+        if left >= _LANES:
+            keep = _ALL
+            p0, p1, p2 = planes(region, start, magnitude, shift, boundary)
+        else:
+            keep = (_U(1) << _U(left)) - _U(1)
+            for i in range(left):
+                padded[i] = kind(region[_U(start + i)])
+            p0, p1, p2 = planes(padded, 0, magnitude, shift, boundary)
+        low, high = keep & ~p2, keep & p2
+        out[0] = low & ~p1 & ~p0
+        out[1] = low & ~p1 & p0
+        out[2] = low & p1 & ~p0
+        out[3] = low & p1 & p0
+        out[4] = high & ~p1 & ~p0
+        out[5] = high & ~p1 & p0
+        out[6] = high & p1 & ~p0
+        out[7] = high & p1 & p0
+
+    compiled: Callable[..., Any] = numba.njit(class_masks, nogil=True)
+    return compiled
+
+
+def _select(numba: Any) -> Callable[..., Any]:
+    """Place of the n-th bit set in a mask that has more than n, from 0: its byte by sums over bytes, then a table."""
+    popcount = lanes.popcount(numba)
+
+    def select(mask, rank):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        sums = mask - ((mask >> _U(1)) & _U(0x5555555555555555))
+        sums = (sums & _U(0x3333333333333333)) + ((sums >> _U(2)) & _U(0x3333333333333333))
+        sums = ((sums + (sums >> _U(4))) & _U(0x0F0F0F0F0F0F0F0F)) * _U(0x0101010101010101)
+        tops = _U(0x8080808080808080)
+        passed = ((_U(rank) * _U(0x0101010101010101) | tops) - sums) & tops
+        shift = _U(8 * popcount(passed))
+        before = ((sums << _U(8)) >> shift) & _U(255)
+        byte = (mask >> shift) & _U(255)
+        return shift + _U(_PLACES[(byte << _U(3)) + _U(rank) - before])
+
+    compiled: Callable[..., Any] = numba.njit(select, nogil=True)
     return compiled
 
 
@@ -74,16 +101,16 @@ def _rank(width: int) -> Callable[[Any], Callable[..., Any]]:
     kind: Any = getattr(np, f"uint{8 * width}")
 
     def build(numba: Any) -> Callable[..., Any]:
-        count_all, ordered = _counter(numba, kind), _ordered(numba, kind, 8 * width)
+        class_masks, ordered = _class_masks(numba, kind), _ordered(numba, kind, 8 * width)
+        popcount = lanes.popcount(numba)
 
         def rank(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917
             region,  # noqa: ANN001
             index,  # noqa: ANN001
             old,  # noqa: ANN001
             new,  # noqa: ANN001
-            limits,  # noqa: ANN001
             classes,  # noqa: ANN001
-            ones,  # noqa: ANN001
+            boundary,  # noqa: ANN001
             shift,  # noqa: ANN001
             magnitude,  # noqa: ANN001
             sign_magnitude,  # noqa: ANN001
@@ -92,12 +119,13 @@ def _rank(width: int) -> Callable[[Any], Callable[..., Any]]:
             counts,  # noqa: ANN001
             populations,  # noqa: ANN001
         ):
-            mask, below = kind(magnitude), kind(shift)
-            here = np.empty(8, np.int64)
-            last = np.full(8, -1, np.int64)  # rank of the last changed element
+            mask, below, first = kind(magnitude), kind(shift), kind(boundary)
+            masks, padded = np.empty(8, np.uint64), np.zeros(_LANES, kind)
+            unchanged = np.zeros(8, np.int64)  # elements of the class up to here that did not change
+            last = np.zeros(8, np.int64)  # the same at its last changed element
             slot = np.empty(8, np.int64)
             for c in range(8):
-                counts[c] = populations[c] = 0
+                counts[c] = 0
             for i in range(index.size):
                 counts[classes[(old[_U(i)] & mask) >> below]] += 1
             total = np.int64(0)
@@ -105,34 +133,29 @@ def _rank(width: int) -> Callable[[Any], Callable[..., Any]]:
                 slot[c] = total
                 total += counts[c]
             j = np.int64(0)
-            for start in range(0, region.size, _BLOCK):
-                stop = min(start + _BLOCK, region.size)
-                if j == index.size or np.int64(index[_U(j)]) >= stop:
-                    count_all(region[start:stop], mask, limits, here)
-                    for c in range(8):
-                        populations[c] += here[c]
-                    continue
-                seen = _U(0)
-                at = np.int64(start)
-                while j < index.size and np.int64(index[_U(j)]) < stop:
-                    place = np.int64(index[_U(j)])
-                    for i in range(at, place):
-                        seen += ones[(region[_U(i)] & mask) >> below]
-                    exponent = (old[_U(j)] & mask) >> below
-                    c = int(classes[exponent])
-                    number = populations[c] + np.int64((seen >> _U(8 * c)) & _U(255))
-                    seen += ones[exponent]
-                    w = slot[c]
-                    slot[c] = w + 1
-                    gaps[_U(w)] = np.uint32(number - last[c] - 1)
-                    last[c] = number
-                    steps[_U(w)] = kind(ordered(new[_U(j)], sign_magnitude) - ordered(old[_U(j)], sign_magnitude))
-                    at = place + 1
+            for start in range(0, region.size, _LANES):
+                class_masks(region, start, mask, below, first, padded, masks)
+                begin = j
+                changed = _U(0)
+                while j < index.size and np.int64(index[_U(j)]) < start + _LANES:
+                    changed |= _U(1) << _U(np.int64(index[_U(j)]) - start)
                     j += 1
-                for i in range(at, stop):
-                    seen += ones[(region[_U(i)] & mask) >> below]
+                if changed:
+                    for c in range(8):
+                        masks[c] &= ~changed
+                    for i in range(begin, j):
+                        own = np.int64(classes[(old[_U(i)] & mask) >> below])
+                        before = (_U(1) << _U(np.int64(index[_U(i)]) - start)) - _U(1)
+                        number = unchanged[own] + popcount(masks[own] & before)
+                        w = slot[own]
+                        slot[own] = w + 1
+                        gaps[_U(w)] = np.uint32(number - last[own])
+                        last[own] = number
+                        steps[_U(w)] = kind(ordered(new[_U(i)], sign_magnitude) - ordered(old[_U(i)], sign_magnitude))
                 for c in range(8):
-                    populations[c] += np.int64((seen >> _U(8 * c)) & _U(255))
+                    unchanged[c] += popcount(masks[c])
+            for c in range(8):
+                populations[c] = unchanged[c] + counts[c]
 
         types = numba.types
         read, written, ints, positions = _types(numba, width)
@@ -141,9 +164,8 @@ def _rank(width: int) -> Callable[[Any], Callable[..., Any]]:
             view(numba, "uint32"),
             read,
             read,
-            read,
             view(numba, "uint8"),
-            view(numba, "uint64"),
+            types.int64,
             types.int64,
             types.uint64,
             types.boolean,
@@ -162,13 +184,13 @@ def _locate(width: int) -> Callable[[Any], Callable[..., Any]]:
     kind: Any = getattr(np, f"uint{8 * width}")
 
     def build(numba: Any) -> Callable[..., Any]:
-        count_all, ordered = _counter(numba, kind), _ordered(numba, kind, 8 * width)
+        class_masks, ordered = _class_masks(numba, kind), _ordered(numba, kind, 8 * width)
+        popcount, lowest, select = lanes.popcount(numba), lanes.lowest(numba), _select(numba)
 
         def locate(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917
             region,  # noqa: ANN001
-            limits,  # noqa: ANN001
             classes,  # noqa: ANN001
-            ones,  # noqa: ANN001
+            boundary,  # noqa: ANN001
             shift,  # noqa: ANN001
             magnitude,  # noqa: ANN001
             sign_magnitude,  # noqa: ANN001
@@ -180,73 +202,54 @@ def _locate(width: int) -> Callable[[Any], Callable[..., Any]]:
             new,  # noqa: ANN001
             populations,  # noqa: ANN001
         ):
-            mask, below = kind(magnitude), kind(shift)
-            borrow = _U(0x8080808080808080)
-            here = np.empty(8, np.int64)
-            left = np.full(8, _FAR, np.int64)  # rank of the next changed element of a class, from the block's start on
-            slot = np.empty(8, np.int64)
+            mask, below, first = kind(magnitude), kind(shift), kind(boundary)
+            masks, padded = np.empty(8, np.uint64), np.zeros(_LANES, kind)
+            left = np.full(8, _FAR, np.int64)  # elements of the class before its next changed one, from here on
+            slot = np.empty(8, np.int64)  # of the next gap
+            done_of = np.empty(8, np.int64)  # of the next step
             ends = np.empty(8, np.int64)
             total = np.int64(0)
             for c in range(8):
                 populations[c] = 0
-                slot[c] = total
+                slot[c] = done_of[c] = total
                 total += counts[c]
                 ends[c] = total
                 if slot[c] < ends[c]:
                     left[c] = np.int64(gaps[_U(slot[c])])
             done = np.int64(0)
-            for start in range(0, region.size, _BLOCK):
-                stop = min(start + _BLOCK, region.size)
-                count_all(region[start:stop], mask, limits, here)
-                num_hit = np.int64(0)
+            for start in range(0, region.size, _LANES):
+                class_masks(region, start, mask, below, first, padded, masks)
+                hit = _U(0)
                 for c in range(8):
-                    num_hit += np.int64(left[c] < here[c])
-                if num_hit:
-                    # Elements to skip in each class, a byte each; `_NEVER` is more than a block has.
-                    skip = _U(0)
-                    for c in range(8):
-                        skip |= _U(min(left[c], _NEVER)) << _U(8 * c)
-                    at = np.int64(start)
-                    while at < stop:
-                        until = min(at + _GROUP, stop)
-                        seen = _U(0)
-                        if until == at + _GROUP:
-                            for i in range(_GROUP):
-                                seen += ones[(region[_U(at + i)] & mask) >> below]
-                            if ((skip | borrow) - seen) & borrow == borrow:
-                                skip -= seen
-                                at = until
-                                continue
-                        for i in range(at, until):
-                            bits = region[_U(i)]
-                            exponent = (bits & mask) >> below
-                            c = int(classes[exponent])
-                            if (skip >> _U(8 * c)) & _U(255):
-                                skip -= ones[exponent]
-                                continue
-                            w = slot[c]
-                            index[_U(done)] = np.uint32(i)
-                            old[_U(done)] = bits
-                            new[_U(done)] = ordered(kind(ordered(bits, sign_magnitude) + steps[_U(w)]), sign_magnitude)
-                            done += 1
-                            w += 1
-                            slot[c] = w
-                            gap = np.int64(gaps[_U(w)]) if w < ends[c] else _FAR
-                            left[c] += 1 + gap
-                            skip |= _U(min(gap, _NEVER)) << _U(8 * c)
-                        at = until
-                for c in range(8):
-                    populations[c] += here[c]
-                    left[c] -= here[c]
+                    of_class = masks[c]
+                    here = popcount(of_class)
+                    populations[c] += here
+                    rank = left[c]
+                    while rank < here:
+                        hit |= _U(1) << select(of_class, rank)
+                        w = slot[c] + 1
+                        slot[c] = w
+                        rank += 1 + (np.int64(gaps[_U(w)]) if w < ends[c] else _FAR)
+                    left[c] = rank - here
+                while hit:
+                    i = start + lowest(hit)
+                    hit &= hit - _U(1)
+                    bits = region[_U(i)]
+                    own = np.int64(classes[(bits & mask) >> below])
+                    w = done_of[own]
+                    done_of[own] = w + 1
+                    index[_U(done)] = np.uint32(i)
+                    old[_U(done)] = bits
+                    new[_U(done)] = ordered(kind(ordered(bits, sign_magnitude) + steps[_U(w)]), sign_magnitude)
+                    done += 1
             return done
 
         types = numba.types
         read, written, ints, positions = _types(numba, width)
         signature = types.int64(
             read,
-            read,
             view(numba, "uint8"),
-            view(numba, "uint64"),
+            types.int64,
             types.int64,
             types.uint64,
             types.boolean,
@@ -264,9 +267,39 @@ def _locate(width: int) -> Callable[[Any], Callable[..., Any]]:
     return build
 
 
+def _locate_flat(width: int) -> Callable[[Any], Callable[..., Any]]:
+    kind: Any = getattr(np, f"uint{8 * width}")
+
+    def build(numba: Any) -> Callable[..., Any]:
+        ordered = _ordered(numba, kind, 8 * width)
+
+        def locate_flat(region, sign_magnitude, gaps, steps, index, old, new):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0917
+            at = np.int64(-1)
+            for i in range(gaps.size):
+                at += np.int64(gaps[i]) + 1
+                if at >= region.size:
+                    return np.int64(i)
+                bits = region[_U(at)]
+                index[i] = np.uint32(at)
+                old[i] = bits
+                new[i] = ordered(kind(ordered(bits, sign_magnitude) + steps[i]), sign_magnitude)
+            return np.int64(gaps.size)
+
+        read, written, _, positions = _types(numba, width)
+        types = numba.types
+        signature = types.int64(read, types.boolean, view(numba, "uint32"), read, positions, written, written)
+        compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(locate_flat)
+        return compiled
+
+    return build
+
+
 RANK = {width: Kernel(_rank(width)) for width in _WIDTHS}
-"""By element width: (region, index uint32, old, new, limits, classes, ones, shift, magnitude, sign_magnitude) -> gaps
+"""By element width: (region, index uint32, old, new, classes, boundary, shift, magnitude, sign_magnitude) -> gaps
 uint32, steps, counts and populations int64 [8], which are passed behind the inputs."""
 LOCATE = {width: Kernel(_locate(width)) for width in _WIDTHS}
-"""By element width: (region, limits, classes, ones, shift, magnitude, sign_magnitude, counts, gaps, steps) -> index
-uint32, old, new, populations, passed behind the inputs; returns how many elements were found."""
+"""By element width: (region, classes, boundary, shift, magnitude, sign_magnitude, counts, gaps, steps) -> index uint32,
+old, new, populations, passed behind the inputs; returns how many elements were found."""
+LOCATE_FLAT = {width: Kernel(_locate_flat(width), 1 << 20) for width in _WIDTHS}
+"""By element width, for one class: (region, sign_magnitude, gaps, steps) -> index uint32, old, new, passed behind the
+inputs; returns how many elements were found. Compiled after a million changed elements."""

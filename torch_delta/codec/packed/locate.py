@@ -67,7 +67,7 @@ def locate(gathered: Gathered, spec: TensorSpec, region: Bits, *, key: str) -> L
             found = Located(index, np.empty_like(gathered.steps), np.empty_like(gathered.steps))
             num_found = kernel(
                 region,
-                *exponent.tables(boundary, region.dtype),
+                *exponent.tables(boundary),
                 np.array(gathered.head.counts, np.int64),
                 gathered.gaps,
                 gathered.steps,
@@ -90,6 +90,17 @@ def locate(gathered: Gathered, spec: TensorSpec, region: Bits, *, key: str) -> L
 
 
 def _locate_flat(gathered: Gathered, region: Bits, *, sign_magnitude: bool) -> Located | None:
+    """For one class; None where a position is outside the box."""
+    kernel = kernels.LOCATE_FLAT[region.itemsize].get(gathered.gaps.size)
+    if kernel is not None:
+        index = np.empty(gathered.gaps.size, np.uint32)
+        found = Located(index, np.empty_like(gathered.steps), np.empty_like(gathered.steps))
+        return found if kernel(region, sign_magnitude, gathered.gaps, gathered.steps, *found) == index.size else None
+    return _locate_flat_numpy(gathered, region, sign_magnitude=sign_magnitude)
+
+
+def _locate_flat_numpy(gathered: Gathered, region: Bits, *, sign_magnitude: bool) -> Located | None:
+    """The reference of `kernels.LOCATE_FLAT`."""
     index = np.cumsum(gathered.gaps.astype(np.int64) + 1) - 1
     if int(index[-1]) >= region.size:
         return None

@@ -155,7 +155,7 @@ def reduce_piece(
         index,
         np.ascontiguousarray(old),
         np.ascontiguousarray(new),
-        *exponent.tables(boundary, region.dtype),
+        *exponent.tables(boundary),
         gaps,
         step,
         counts,

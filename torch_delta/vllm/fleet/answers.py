@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_PREPARING = ("init", "attach", "prepare")
+
 
 def workers_of(answers: object, url: str) -> tuple[WorkerStatus, ...]:
     """Statuses of all workers of a server, in the order of ranks.
@@ -35,6 +37,12 @@ def version_of(workers: Sequence[WorkerStatus]) -> int | None:
     return versions.pop() if len(versions) == 1 else None
 
 
+def stream_id_of(workers: Sequence[WorkerStatus]) -> str | None:
+    """The stream that all workers' versions are of; None if they differ or one does not know."""
+    found = {worker.stream_id for worker in workers}
+    return found.pop() if len(found) == 1 else None
+
+
 def prepared_of(workers: Sequence[WorkerStatus]) -> int | None:
     """Highest version that every worker can apply or already runs; None if one has neither."""
     highest = [max((v for v in (w.prepared, w.version) if v is not None), default=None) for w in workers]
@@ -50,6 +58,25 @@ def generation_of(workers: Sequence[WorkerStatus]) -> str:
 def failure_of(workers: Sequence[WorkerStatus]) -> tuple[int, Mapping[str, object]] | None:
     """Rank and error of the first worker that has one."""
     return next(((worker.rank, worker.error) for worker in workers if worker.error is not None), None)
+
+
+def prepare_failure_of(workers: Sequence[WorkerStatus], number: int) -> tuple[int, Mapping[str, object]] | None:
+    """Rank and error of the first worker that failed at a request to prepare.
+
+    Args:
+        workers: of a server.
+        number: of the request. Before a worker has dealt with it, and where the error is of something else, such as an
+            update that was refused, what it says is old.
+    """
+    done = [worker for worker in workers if worker.preparing is None and worker.answered >= number]
+    return next(
+        (
+            (worker.rank, worker.error)
+            for worker in done
+            if worker.error is not None and worker.error.get("phase", "prepare") in _PREPARING
+        ),
+        None,
+    )
 
 
 def _worker(answer: object, url: str) -> WorkerStatus:
@@ -69,9 +96,11 @@ def _worker(answer: object, url: str) -> WorkerStatus:
         generation=field("generation", str) or "",
         initialised=bool(field("initialised", bool)),
         stream=field("stream", str),
+        stream_id=field("stream_id", str),
         state=field("state", str),
         version=field("version", int),
         prepared=field("prepared", int),
+        answered=field("answered", int) or 0,
         preparing=field("preparing", dict),
         error=field("error", dict),
         dirty=field("dirty", str),

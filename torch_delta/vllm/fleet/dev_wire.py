@@ -16,7 +16,7 @@ from torch_delta.errors import ServerRefused, ServerUnavailable, TorchDeltaError
 from torch_delta.store.waiting import Backoff, retry
 from torch_delta.vllm.fleet.answers import failure_of, generation_of, version_of, workers_of
 from torch_delta.vllm.fleet.http import Deadline
-from torch_delta.vllm.fleet.wire import Answered, Applied, Wire, accepted, worker_refused
+from torch_delta.vllm.fleet.wire import Answered, Applied, Goal, Wire, accepted, worker_refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -50,17 +50,17 @@ class DevWire(Wire):
             paused=self._paused,
         )
 
-    def prepare(self, version: int, timeout_s: float, deadline: Deadline) -> None:
+    def prepare(self, goal: Goal, timeout_s: float, deadline: Deadline) -> int:
         """See `Wire.prepare`."""
-        request = {"version": version, "timeout_s": timeout_s}
+        request = {**goal.as_fields(), "timeout_s": timeout_s}
         answers = self._rpc("torch_delta_prepare", request, "prepare", deadline)
-        accepted(answers, self.http.url, "prepare")
+        return accepted(answers, self.http.url, "prepare")
 
     def verify(self, deadline: Deadline) -> None:
         """See `Wire.verify`."""
         accepted(self._rpc("torch_delta_verify", None, "verify", deadline), self.http.url, "verify")
 
-    def apply(self, version: int, mode: str, *, timeout_s: float, resume_timeout_s: float) -> Applied:
+    def apply(self, goal: Goal, mode: str, *, timeout_s: float, resume_timeout_s: float) -> Applied:
         """See `Wire.apply`."""
         deadline = Deadline(timeout_s)
         phases_s: dict[str, float] = {}
@@ -70,7 +70,7 @@ class DevWire(Wire):
             with _timed(phases_s, "pause"):
                 query = {"mode": "keep", "clear_cache": "true"}
                 self.http.call("POST", "/pause", phase="pause", deadline=deadline, query=query)
-            now = self._update(version, mode, deadline, phases_s)
+            now = self._update(goal, mode, deadline, phases_s)
             with _timed(phases_s, "reset"):
                 self._reset(deadline)
         finally:
@@ -98,19 +98,19 @@ class DevWire(Wire):
             )
             self._paused = False
 
-    def _update(self, version: int, mode: str, deadline: Deadline, phases_s: dict[str, float]) -> int:
+    def _update(self, goal: Goal, mode: str, deadline: Deadline, phases_s: dict[str, float]) -> int:
         """Start, update, check, finish; returns the version all workers run and verified."""
         with _timed(phases_s, "start"):
             self._session = True
             self.http.call("POST", "/start_weight_update", phase="start", deadline=deadline)
         with _timed(phases_s, "update"):
             self._owes_reset = True
-            info = {"version": version, "mode": mode}
+            info = {**goal.as_fields(), "mode": mode}
             self.http.call("POST", "/update_weights", phase="update", deadline=deadline, body={"update_info": info})
         with _timed(phases_s, "check"):
             workers = workers_of(self._rpc("torch_delta_status", None, "check", deadline), self.http.url)
             now = version_of(workers)
-            if now is None or now < version:
+            if now is None or now < goal.version:
                 rank, error = failure_of(workers) or (0, {"message": f"workers run {[w.version for w in workers]}"})
                 raise worker_refused(self.http.url, "update", rank, error)
         with _timed(phases_s, "finish"):

@@ -22,9 +22,11 @@ from torch_delta.errors import FleetFailed
 from torch_delta.vllm.fleet.config import FleetConfig
 from torch_delta.vllm.fleet.counting import Counting
 from torch_delta.vllm.fleet.http import Http
+from torch_delta.vllm.fleet.lineage import tell_apart
 from torch_delta.vllm.fleet.reports import FleetReport, FleetStatus
 from torch_delta.vllm.fleet.roster import Roster
 from torch_delta.vllm.fleet.server import Server, phase_of
+from torch_delta.vllm.fleet.wire import Goal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -85,20 +87,26 @@ class Fleet:
             self._settle_failures("init", told, failures)
             return MappingProxyType(told)
 
-    def prepare(self, version: int) -> Mapping[str, PrepareReport]:
+    def prepare(self, version: int, *, stream_id: str | None = None) -> Mapping[str, PrepareReport]:
         """Have every member fetch and verify a version, while they generate; returns when all have.
+
+        Args:
+            version: to prepare.
+            stream_id: see `update`.
 
         Raises:
             FleetFailed: a server failed and the policy is ``raise``, or all failed.
         """
         with self._updating:
-            return MappingProxyType(self._prepare(_checked(version)))
+            return MappingProxyType(self._prepare(_checked(version, stream_id)))
 
-    def update(self, version: int) -> FleetReport:
+    def update(self, version: int, *, stream_id: str | None = None) -> FleetReport:
         """Prepare a version everywhere, then apply it everywhere. A server that is there already is left alone.
 
         Args:
-            version: at least the servers' present one.
+            version: at least the servers' present one, unless a restarted trainer continued the stream in another.
+            stream_id: of the stream that the version is of. None leaves it to the servers, which look every time
+                whether theirs is continued; all of them must find the same.
 
         Returns:
             Reports and failures by server.
@@ -110,7 +118,7 @@ class Fleet:
         with self._updating:
             began_s = time.monotonic()
             self._counting.asked()
-            prepared = self._prepare(_checked(version))
+            prepared = self._prepare(_checked(version, stream_id))
             ready_s = time.monotonic()
             excluded = self._roster.excluded()
 
@@ -164,8 +172,16 @@ class Fleet:
         if failures:
             raise self._failed("catch up", {}, failures)
 
-    def ready(self, version: int) -> Mapping[str, bool]:
-        """Which servers may be given requests for at least `version`, by URL; one that does not answer may not."""
+    def ready(self, version: int, *, stream_id: str | None = None) -> Mapping[str, bool]:
+        """Which servers may be given requests for at least `version`, by URL; one that does not answer may not.
+
+        Args:
+            version: of the stream of the last update, unless `stream_id` names another.
+            stream_id: of the stream that the version is of.
+        """
+        target = self._roster.target
+        if stream_id is None and target is not None:
+            stream_id = target.stream_id
         status = self.status()
         return MappingProxyType(
             {
@@ -173,6 +189,7 @@ class Fleet:
                 and seen.ready
                 and seen.version is not None
                 and seen.version >= version
+                and stream_id in {None, seen.stream_id}
                 for server in self._roster.all()
             }
         )
@@ -184,8 +201,10 @@ class Fleet:
             return server.look()
 
         servers, failures = self._everywhere(self._roster.all(), look)
+        target = self._roster.target
         return FleetStatus(
-            target=self._roster.target,
+            target=None if target is None else target.version,
+            stream_id=None if target is None else target.stream_id,
             servers=MappingProxyType(servers),
             failures=MappingProxyType(failures),
             excluded=MappingProxyType(self._roster.excluded()),
@@ -218,14 +237,20 @@ class Fleet:
     ) -> None:
         self.close()
 
-    def _prepare(self, version: int) -> dict[str, PrepareReport]:
+    def _prepare(self, goal: Goal) -> dict[str, PrepareReport]:
         """All members prepare; what failed is settled by the policy. Others are rolled forward meanwhile."""
-        self._roster.aim(version)
+        self._roster.aim(goal)
         self._roster.roll_forward()
         prepared, failures = self._everywhere(
-            self._roster.members(), lambda server: server.prepare(version, self._roster.stop)
+            self._roster.members(), lambda server: server.prepare(goal, self._roster.stop)
         )
-        self._settle_failures(f"prepare version {version}", prepared, failures)
+        target = self._roster.target
+        newest, astray = tell_apart(prepared, known=None if target is None else target.stream_id)
+        if newest is not None:
+            self._roster.learn(Goal(goal.version, newest))
+        failures |= astray
+        prepared = {url: report for url, report in prepared.items() if url not in failures}
+        self._settle_failures(f"prepare version {goal.version}", prepared, failures)
         return prepared
 
     def _settle_failures(self, what: str, reports: Mapping[str, object], failures: Mapping[str, Exception]) -> None:
@@ -241,12 +266,12 @@ class Fleet:
         if not reports:
             raise ValueError(f"{what}: the fleet has no server; add(url) first")
 
-    def _go_to(self, server: Server, version: int | None) -> None:
+    def _go_to(self, server: Server, goal: Goal | None) -> None:
         """One server alone, as far as the fleet is."""
-        if version is None:
+        if goal is None:
             server.init()
         else:
-            self._apply(server, server.prepare(version, self._roster.stop), 0.0)
+            self._apply(server, server.prepare(goal, self._roster.stop), 0.0)
 
     def _apply(self, server: Server, prepared: PrepareReport, barrier_s: float) -> ServerReport:
         report = server.apply(prepared, barrier_s)
@@ -284,7 +309,9 @@ class Fleet:
         return self._roster.take_in(Server(Http(url, self._token), self._init_info, self.config))
 
 
-def _checked(version: int) -> int:
+def _checked(version: int, stream_id: str | None) -> Goal:
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
         raise ValueError(f"expected a version number of the stream, 0 or more, got {version!r}")
-    return version
+    if stream_id is not None and (not isinstance(stream_id, str) or not stream_id):
+        raise ValueError(f"expected the id of a stream, or None, got {stream_id!r}")
+    return Goal(version, stream_id)

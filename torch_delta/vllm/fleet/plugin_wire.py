@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch_delta.errors import ServerRefused
 from torch_delta.vllm.fleet.answers import generation_of, workers_of
 from torch_delta.vllm.fleet.http import Deadline
-from torch_delta.vllm.fleet.wire import Answered, Applied, Wire, accepted
+from torch_delta.vllm.fleet.wire import Answered, Applied, Goal, Wire, accepted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,20 +38,20 @@ class PluginWire(Wire):
             paused=said.get("paused") is True,
         )
 
-    def prepare(self, version: int, timeout_s: float, deadline: Deadline) -> None:
+    def prepare(self, goal: Goal, timeout_s: float, deadline: Deadline) -> int:
         """See `Wire.prepare`."""
-        body = {"version": version, "timeout_s": timeout_s, "wait": False}
+        body = {**goal.as_fields(), "timeout_s": timeout_s, "wait": False}
         answer = self.http.call("POST", "/torch_delta/prepare", phase="prepare", deadline=deadline, body=body)
-        accepted(answer.get("workers") if isinstance(answer, dict) else answer, self.http.url, "prepare")
+        return accepted(answer.get("workers") if isinstance(answer, dict) else answer, self.http.url, "prepare")
 
     def verify(self, deadline: Deadline) -> None:
         """See `Wire.verify`."""
         answer = self.http.call("POST", "/torch_delta/verify", phase="verify", deadline=deadline, body={})
         accepted(answer.get("workers") if isinstance(answer, dict) else answer, self.http.url, "verify")
 
-    def apply(self, version: int, mode: str, *, timeout_s: float, resume_timeout_s: float) -> Applied:
+    def apply(self, goal: Goal, mode: str, *, timeout_s: float, resume_timeout_s: float) -> Applied:
         """See `Wire.apply`."""
-        body = {"version": version, "mode": mode, "timeout_s": timeout_s, "resume_timeout_s": resume_timeout_s}
+        body = {**goal.as_fields(), "mode": mode, "timeout_s": timeout_s, "resume_timeout_s": resume_timeout_s}
         # Twice: it may have to wait for another update, such as the server's own when it applies at once.
         deadline = Deadline(2 * timeout_s + resume_timeout_s + ANSWER_MARGIN_S)
         answer = self.http.call("POST", "/torch_delta/update", phase="update", deadline=deadline, body=body)

@@ -20,6 +20,8 @@ class PrepareReport:
     """That was asked for."""
     prepared: int
     """Highest version it can apply now, at least `version`."""
+    stream_id: str | None
+    """Of the stream that these versions are of; None if the server does not say."""
     generation: str
     """Identity of the server's processes; another one after a restart."""
     restarted: bool
@@ -37,8 +39,10 @@ class ServerReport:
     url: str
     version: int
     """It runs; newer than the one asked for if it had to reload and its checkpoint had moved on."""
+    stream_id: str | None
+    """Of the stream that `version` is of; None if the server does not say."""
     from_version: int | None
-    """What it ran before; None if it did not know."""
+    """What it ran before; None if it did not know. Of the same stream, unless that was continued meanwhile."""
     generation: str
     """Identity of the server's processes."""
     restarted: bool
@@ -90,12 +94,16 @@ class WorkerStatus:
     """It knows its stream."""
     stream: str | None
     """URL of that stream."""
+    stream_id: str | None
+    """Of the stream that versions are of: that one, or the newest that continues it. None before it is known."""
     state: str | None
     """Where it stands: new, attaching, failed, serving, dirty or lost."""
     version: int | None
     """That it runs and verified; None before it is known."""
     prepared: int | None
     """Highest version it can apply without fetching; None if there is none."""
+    answered: int
+    """Number of the newest request to prepare that it has dealt with, well or not."""
     preparing: Mapping[str, object] | None
     """What it is fetching and decoding now: target, phase and seconds so far."""
     error: Mapping[str, object] | None
@@ -119,6 +127,8 @@ class ServerStatus:
     """`member`: takes part in updates; `joining` or `excluded`: not until it has caught up."""
     generation: str
     """Identity of its processes together."""
+    stream_id: str | None
+    """Of the stream that versions are of; None if the workers differ or do not know."""
     version: int | None
     """All workers run and verified it; None if they differ or do not know."""
     prepared: int | None
@@ -135,6 +145,8 @@ class FleetStatus:
 
     target: int | None
     """Version of the last update asked for."""
+    stream_id: str | None
+    """Of the stream that `target` is of, as far as the fleet knows."""
     servers: Mapping[str, ServerStatus]
     """Servers that answered, by URL."""
     failures: Mapping[str, Exception]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch_delta.errors import DeadlineExceeded
 from torch_delta.vllm.fleet.server import phase_of
+from torch_delta.vllm.fleet.wire import Goal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +29,7 @@ class Roster:
         counting: told of exclusions and returns.
     """
 
-    def __init__(self, go_to: Callable[[Server, int | None], None], counting: Counting) -> None:
+    def __init__(self, go_to: Callable[[Server, Goal | None], None], counting: Counting) -> None:
         self.stop = threading.Event()
         """Set when the fleet closes."""
         self._go_to = go_to
@@ -36,17 +37,30 @@ class Roster:
         self._lock = threading.Lock()  # of all that follows, and of the servers' roles and failures
         self._servers: dict[str, Server] = {}
         self._running: dict[str, Future[None]] = {}
-        self._target: int | None = None
+        self._target: Goal | None = None
 
     @property
-    def target(self) -> int | None:
+    def target(self) -> Goal | None:
         """Version of the last update asked for; what servers that catch up go to."""
         return self._target
 
-    def aim(self, version: int) -> None:
+    def aim(self, goal: Goal) -> None:
         """A version was asked for."""
         with self._lock:
-            self._target = version if self._target is None else max(self._target, version)
+            before = self._target
+            if before is None or goal.stream_id not in {None, before.stream_id}:
+                self._target = goal  # in another stream numbers begin anew
+            else:
+                self._target = Goal(max(before.version, goal.version), before.stream_id)
+
+    def learn(self, goal: Goal) -> None:
+        """It turned out which stream the version that was asked for is of."""
+        with self._lock:
+            before = self._target
+            if before is not None and before.stream_id is None:
+                self._target = Goal(max(before.version, goal.version), goal.stream_id)
+            elif before is None or goal.stream_id != before.stream_id:
+                self._target = goal
 
     def take_in(self, server: Server) -> Server:
         """Know a server from now on; returns the one that is known under its URL already, if there is one."""
@@ -121,8 +135,9 @@ class Roster:
         _, late = wait(running.values(), timeout=timeout_s)
         behind = sorted(url for url, future in running.items() if future in late)
         if behind:
+            version = None if self._target is None else self._target.version
             raise DeadlineExceeded(
-                f"catch up: servers {behind} are not at version {self._target} after {timeout_s} s; they go on",
+                f"catch up: servers {behind} are not at version {version} after {timeout_s} s; they go on",
                 phase="catch up",
                 peer=", ".join(behind),
                 timeout_s=timeout_s,

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from torch_delta.errors import ServerRefused, TorchDeltaError
 from torch_delta.store.waiting import Backoff, poll
-from torch_delta.vllm.fleet.answers import failure_of, prepared_of, version_of
+from torch_delta.vllm.fleet.answers import prepare_failure_of, prepared_of, stream_id_of, version_of
 from torch_delta.vllm.fleet.dev_wire import DevWire
 from torch_delta.vllm.fleet.http import Deadline
 from torch_delta.vllm.fleet.plugin_wire import PluginWire
 from torch_delta.vllm.fleet.reports import PrepareReport, Role, ServerReport, ServerStatus
-from torch_delta.vllm.fleet.wire import Wire, worker_refused
+from torch_delta.vllm.fleet.wire import Goal, Wire, worker_refused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,18 +71,18 @@ class Server:
         with self._steps:
             return self._init()
 
-    def prepare(self, version: int, stop: threading.Event) -> PrepareReport:
-        """Have `version` fetched and verified; the server generates meanwhile.
+    def prepare(self, goal: Goal, stop: threading.Event) -> PrepareReport:
+        """Have a version fetched and verified; the server generates meanwhile.
 
         Args:
-            version: to prepare.
+            goal: to prepare.
             stop: ends the waiting from another thread.
 
         Raises:
             TorchDeltaError: names the server and the phase.
         """
         with self._steps:
-            return self._prepare(version, stop)
+            return self._prepare(goal, stop)
 
     def apply(self, prepared: PrepareReport, barrier_s: float) -> ServerReport:
         """Pause, apply what was prepared, resume.
@@ -129,18 +129,19 @@ class Server:
         strays = worker.stream != self._init_info.get("stream", worker.stream)
         return not worker.initialised or strays or worker.state == "failed"
 
-    def _prepare(self, version: int, stop: threading.Event) -> PrepareReport:
+    def _prepare(self, goal: Goal, stop: threading.Event) -> PrepareReport:
+        version = goal.version
         began_s = time.monotonic()
         generation, restarted = self._init()
         init_s = time.monotonic() - began_s
         wire = self._find_wire(Deadline(self._config.status_timeout_s))
         began_s = time.monotonic()
-        wire.prepare(version, self._config.prepare_timeout_s, Deadline(self._config.status_timeout_s))
+        number = wire.prepare(goal, self._config.prepare_timeout_s, Deadline(self._config.status_timeout_s))
 
-        def prepared() -> int | None:
-            return self._prepared(version, generation, wire)
+        def prepared() -> Goal | None:
+            return self._prepared(goal, number, generation, wire)
 
-        now = poll(
+        found = poll(
             prepared,
             phase=f"prepare version {version}",
             peer=self.url,
@@ -149,7 +150,7 @@ class Server:
             backoff=Backoff(first_s=min(0.02, self._config.poll_s), most_s=self._config.poll_s),
             transient=(),
         )
-        if now is None:
+        if found is None:
             raise ServerRefused(
                 f"prepare: the fleet was closed while server {self.url} prepared version {version}",
                 url=self.url,
@@ -159,27 +160,36 @@ class Server:
         return PrepareReport(
             url=self.url,
             version=version,
-            prepared=now,
+            prepared=found.version,
+            stream_id=found.stream_id,
             generation=generation,
             restarted=restarted,
             init_s=init_s,
             prepare_s=time.monotonic() - began_s,
         )
 
-    def _prepared(self, version: int, generation: str, wire: Wire) -> int | None:
-        """The version the server can apply, if that is enough; None if it still works on it."""
+    def _prepared(self, goal: Goal, number: int, generation: str, wire: Wire) -> Goal | None:
+        """The version the server can apply, if that is enough; None if it still works on it.
+
+        A number alone is not: a server may run it, or a greater one, of a stream that goes on elsewhere with smaller
+        ones. So either the stream is known, or the server has looked, which it does with every request.
+        """
         answered = wire.status(Deadline(self._config.status_timeout_s))
         if answered.generation != generation:
             raise ServerRefused(
-                f"prepare: server {self.url} was restarted while it prepared version {version}; update again",
+                f"prepare: server {self.url} was restarted while it prepared version {goal.version}; update again",
                 url=self.url,
                 phase="prepare",
                 status=None,
             )
-        now = prepared_of(answered.workers)
-        if now is not None and now >= version:
-            return now
-        failed = failure_of([worker for worker in answered.workers if worker.preparing is None])
+        now, follows = prepared_of(answered.workers), stream_id_of(answered.workers)
+        if goal.stream_id is None:
+            is_right = all(worker.answered >= number for worker in answered.workers)
+        else:
+            is_right = follows == goal.stream_id
+        if now is not None and now >= goal.version and is_right:
+            return Goal(now, follows)
+        failed = prepare_failure_of(answered.workers, number)
         if failed is not None:
             raise worker_refused(self.url, "prepare", *failed)
         return None
@@ -191,6 +201,7 @@ class Server:
         report = ServerReport(
             url=self.url,
             version=prepared.version,
+            stream_id=prepared.stream_id,
             from_version=version_of(before.workers),
             generation=prepared.generation,
             restarted=prepared.restarted,
@@ -199,29 +210,37 @@ class Server:
             barrier_s=barrier_s,
             pause_s=0.0,
         )
-        if report.from_version is not None and report.from_version >= prepared.version and not before.owes_reset:
+        goal = Goal(prepared.version, prepared.stream_id)
+        if self._is_there(goal, before):
+            assert report.from_version is not None
             return replace(report, version=report.from_version)
         try:
             applied = wire.apply(
-                prepared.version,
+                goal,
                 self._config.mode,
                 timeout_s=self._config.apply_timeout_s,
                 resume_timeout_s=self._config.resume_timeout_s,
             )
         except ServerRefused as error:
-            now = self._overtaken(error, prepared.version, wire)
-            if now is None:
+            answered = self._overtaken(error, wire)
+            if answered is None or not self._is_there(goal, answered):
                 raise
+            now = version_of(answered.workers)
+            assert now is not None
             return replace(report, version=now)
         return replace(report, version=applied.version, pause_s=applied.pause_s, phases_s=applied.phases_s)
 
-    def _overtaken(self, error: ServerRefused, version: int, wire: Wire) -> int | None:
-        """The version the server runs, if it refused `version` because it went past it by itself in the meantime."""
+    def _overtaken(self, error: ServerRefused, wire: Wire) -> Answered | None:
+        """The server's status, if it may have refused a version because it went past it by itself in the meantime."""
         if getattr(error, "status", None) != 409:
             return None
-        answered = wire.status(Deadline(self._config.status_timeout_s))
+        return wire.status(Deadline(self._config.status_timeout_s))
+
+    def _is_there(self, goal: Goal, answered: Answered) -> bool:
+        """Whether all workers run that version or a later one of the same stream, and nothing older is cached."""
         now = version_of(answered.workers)
-        return now if now is not None and now > version and not answered.owes_reset else None
+        is_same = stream_id_of(answered.workers) == goal.stream_id
+        return now is not None and now >= goal.version and is_same and not answered.owes_reset
 
     def _seen(self, answered: Answered) -> ServerStatus:
         workers = answered.workers
@@ -229,6 +248,7 @@ class Server:
             url=self.url,
             role=self.role,
             generation=answered.generation,
+            stream_id=stream_id_of(workers),
             version=version_of(workers),
             prepared=prepared_of(workers),
             ready=all(worker.ready for worker in workers) and not answered.owes_reset and not answered.paused,

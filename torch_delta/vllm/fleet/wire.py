@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch_delta.errors import ServerRefused
 
@@ -41,6 +41,18 @@ class Applied:
     """Seconds of its parts."""
 
 
+class Goal(NamedTuple):
+    """Where servers shall go."""
+
+    version: int
+    stream_id: str | None
+    """Of the stream that the version is of; None for the newest of those that continue each other."""
+
+    def as_fields(self) -> dict[str, object]:
+        """For a request."""
+        return {"version": self.version} | ({} if self.stream_id is None else {"stream_id": self.stream_id})
+
+
 class Wire(ABC):
     """One server's control routes."""
 
@@ -60,13 +72,16 @@ class Wire(ABC):
         """Statuses of all workers."""
 
     @abstractmethod
-    def prepare(self, version: int, timeout_s: float, deadline: Deadline) -> None:
+    def prepare(self, goal: Goal, timeout_s: float, deadline: Deadline) -> int:
         """Start fetching a version and return at once.
 
         Args:
-            version: to fetch.
+            goal: to fetch.
             timeout_s: when the workers give up; they would not look at the next request before.
             deadline: of this request.
+
+        Returns:
+            Number of the request; done once every worker's `answered` is there.
 
         Raises:
             ServerRefused: a worker does not accept the request.
@@ -77,7 +92,7 @@ class Wire(ABC):
         """Start a digest of all live weights in the background; `verified_full` of the status has the result."""
 
     @abstractmethod
-    def apply(self, version: int, mode: str, *, timeout_s: float, resume_timeout_s: float) -> Applied:
+    def apply(self, goal: Goal, mode: str, *, timeout_s: float, resume_timeout_s: float) -> Applied:
         """Pause keeping requests, apply a prepared version, reset caches, resume; however it ends, it tried to resume.
 
         Raises:
@@ -91,8 +106,11 @@ class Wire(ABC):
         """End whatever an interrupted `apply` left behind: an open session, a pause. Harmless otherwise."""
 
 
-def accepted(answers: object, url: str, phase: str) -> None:
+def accepted(answers: object, url: str, phase: str) -> int:
     """Check the replies of all workers to a request.
+
+    Returns:
+        The number they gave it; 0 if they gave none.
 
     Raises:
         ServerRefused: one did not accept it.
@@ -104,11 +122,15 @@ def accepted(answers: object, url: str, phase: str) -> None:
             phase=phase,
             status=None,
         )
+    numbers = [0]
     for rank, answer in enumerate(answers):
         if isinstance(answer, dict) and answer.get("accepted") is True:
+            number = answer.get("request")
+            numbers.append(number if isinstance(number, int) else 0)
             continue
         error = answer.get("error") if isinstance(answer, dict) else None
         raise worker_refused(url, phase, rank, error if isinstance(error, dict) else {"message": str(answer)[:500]})
+    return max(numbers)
 
 
 def worker_refused(url: str, phase: str, rank: int, error: Mapping[str, object]) -> ServerRefused:

@@ -16,7 +16,7 @@ from torch_delta.vllm.routing.plan import Plan, make_plan
 from torch_delta.vllm.routing.probe import probe
 from torch_delta.vllm.routing.reach import Reach, Route, settle
 from torch_delta.vllm.routing.targets import place_dtype
-from torch_delta.vllm.routing.write import Undo, Writer, prepare_kernels
+from torch_delta.vllm.routing.write import Undo, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -176,9 +176,7 @@ class LiveModel:
             Cancelled: asked to stop.
         """
         epoch = self._epoch
-        plan = make_plan(self.schema, self._table, self._unrouted, patches, epoch=epoch, cancelled=cancelled)
-        prepare_kernels(plan.targets)
-        return plan
+        return make_plan(self.schema, self._table, self._unrouted, patches, epoch=epoch, cancelled=cancelled)
 
     def write(self, plan: Plan) -> Undo:
         """Write a plan, inside the pause.

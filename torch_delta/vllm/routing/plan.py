@@ -16,6 +16,7 @@ import numpy.typing as npt
 from torch_delta.codec.digest import digest_box, digest_delta
 from torch_delta.errors import ApplyFailed, DigestMismatch
 from torch_delta.format.digest import ZERO, Digest
+from torch_delta.vllm.routing.jobs import make_jobs
 from torch_delta.vllm.routing.merge import merge_changes
 from torch_delta.vllm.routing.targets import Block, Scatter, make_scatter
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch_delta.format.schema import Schema
     from torch_delta.receive.patches import Patch
     from torch_delta.vllm.routing.affine import Piece
+    from torch_delta.vllm.routing.jobs import HostJob
     from torch_delta.vllm.routing.memory import Storage
     from torch_delta.vllm.routing.merge import Changes
     from torch_delta.vllm.routing.reach import Route
@@ -63,6 +65,7 @@ class Plan:
         summary: for the other ranks.
         epoch: of the live state it was made for.
         targets: what to write, by storage.
+        jobs: the same where it is host memory, cut into units of work.
     """
 
     version: int
@@ -71,6 +74,7 @@ class Plan:
     summary: PlanSummary
     epoch: int
     targets: tuple[Scatter | Block, ...]
+    jobs: tuple[HostJob, ...]
 
     @property
     def nbytes(self) -> int:
@@ -159,6 +163,7 @@ def make_plan(
         summary=PlanSummary(version=version, sent=sent, owned=owned, deltas=deltas),
         epoch=epoch,
         targets=tuple(targets),
+        jobs=make_jobs(targets),
     )
 
 

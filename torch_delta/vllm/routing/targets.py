@@ -70,6 +70,12 @@ class Scatter:
         on_host = self.index.nbytes + self.old.nbytes + self.new.nbytes
         return on_host + (0 if self.device is None else self.device.nbytes)
 
+    @property
+    def is_aligned(self) -> bool:
+        """Whether its elements lie in host memory as compiled code wants them."""
+        host = self.storage.host
+        return host is not None and host.ctypes.data % self.storage.itemsize == 0
+
     def tensor_at(self, element: int) -> int:
         """Schema index of the tensor that element number `element` belongs to."""
         return self._tensors[bisect_right(self._ends, element)]
@@ -111,6 +117,51 @@ class Block:
     def tensor_at(self, element: int) -> int:  # noqa: ARG002 - the other kind of target needs it
         """Schema index of the tensor."""
         return self.tensor
+
+
+class Batch:
+    """Scatters to host memory with arrays of the same types, back to back; a segment is one of them.
+
+    The scatters' own arrays become views of these.
+
+    Attributes:
+        scatters: in the order of the elements, none of them empty.
+        addresses: int64, of each scatter's storage.
+        ends: int64, one past the last element of each scatter.
+        index: positions, each in the storage of its scatter.
+        old: bits there.
+        new: bits to write.
+    """
+
+    def __init__(self, scatters: Sequence[Scatter]) -> None:
+        self.scatters = tuple(scatters)
+        self.addresses = np.array([_address(scatter.storage) for scatter in scatters], np.int64)
+        self.ends = np.cumsum([scatter.count for scatter in scatters], dtype=np.int64)
+        total = int(self.ends[-1])
+        self.index: Index = np.empty(total, scatters[0].index.dtype)
+        self.old: Bits = np.empty(total, scatters[0].old.dtype)
+        self.new: Bits = np.empty(total, scatters[0].new.dtype)
+        for scatter, end in zip(scatters, self.ends, strict=True):
+            part = slice(int(end) - scatter.count, int(end))
+            for name in ("index", "old", "new"):
+                mine = getattr(self, name)[part]
+                mine[...] = getattr(scatter, name)
+                setattr(scatter, name, mine)
+
+    def segment_of(self, element: int) -> int:
+        """Number of the scatter that an element belongs to."""
+        return int(np.searchsorted(self.ends, element, side="right"))
+
+    def locate(self, element: int) -> tuple[Scatter, int]:
+        """The scatter that an element belongs to, and its number there."""
+        segment = self.segment_of(element)
+        scatter = self.scatters[segment]
+        return scatter, element - (int(self.ends[segment]) - scatter.count)
+
+
+def _address(storage: Storage) -> int:
+    assert storage.host is not None, "on the host"
+    return int(storage.host.ctypes.data)
 
 
 def make_scatter(
