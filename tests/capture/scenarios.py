@@ -145,7 +145,7 @@ def _controls(schema, everyone, before, after):
 
 
 def _balance():
-    """HSDP copies are shared out by bytes: no rank owns much more than another."""
+    """HSDP copies are shared out by bytes: no rank owns much more than another (F46: ranks that hold copies)."""
     model = _shard("hsdp", torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8))))
     capture = Capture(torch.optim.SGD(model.parameters(), lr=0.1), model)
     owned = oracle.gather(sum(item.box.numel for item in capture.owned))

@@ -61,6 +61,25 @@ def test_any_optimizer(kind, options):
     assert watched.collect().num_steps == 3
 
 
+def test_what_the_optimizer_state_predicts_is_not_what_changes():
+    """F17: an update of less than half a step still changes a bit where the master was near a boundary."""
+    watched = Watched(lr=1e-5)  # fp32 masters, bf16 served
+    weights = {name: p for name, p in watched.model.named_parameters() if p.numel() > 64}
+    for step in range(3):
+        watched.backward(step)
+        before = {name: p.detach().clone() for name, p in weights.items()}
+        watched.optimizer.step()
+        watched.optimizer.zero_grad()
+    num_missed = 0
+    for name, now in weights.items():
+        old, new = before[name].bfloat16(), now.detach().bfloat16()
+        half_a_step = (torch.nextafter(old.abs(), torch.full_like(old, torch.inf)) - old.abs()).float() / 2
+        foreseen = (now.detach() - before[name]).abs() >= half_a_step
+        num_missed += int(((old != new) & ~foreseen).sum())
+    assert num_missed > 0, "else this says nothing"
+    watched.collect()  # compares with the truth, element by element
+
+
 def test_subclass_that_calls_super_counts_once():
     class Twice(torch.optim.SGD):
         def step(self, closure=None):
@@ -175,6 +194,7 @@ def test_several_optimizers_make_one_step():
 
 
 def test_unfrozen_layer_is_taken_up():
+    """F48: what was planned for the parameters of one step is not kept for others."""
     torch.manual_seed(0)
     model = Tiny()
     model.odd.weight.requires_grad_(False)

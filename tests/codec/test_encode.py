@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,6 +62,21 @@ def write(changes: list[Change], old: dict[int, np.ndarray]) -> dict[int, np.nda
             flat = array.reshape(-1)
             flat[[positions[i] for i in index]] = change.new
     return new
+
+
+@pytest.mark.parametrize("encoding", ["coo", "packed", "xor"])
+def test_a_sum_in_bf16_would_not_give_the_new_value_back(encoding: str) -> None:
+    """F26: deltas are steps between bits, or the bits themselves; adding differences of values drifts."""
+    rng = np.random.default_rng(26)
+    old, new = random_bits(rng, (4000,), 2), random_bits(rng, (4000,), 2)
+    before, after = (torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16) for bits in (old, new))
+    added = (before + (after - before)).view(torch.int16).numpy().view(np.uint16)
+    assert int((added != new).sum()) > 1000, "else this says nothing"
+    schema = schema_of(("BF16", (4000,)))
+    change = change_of(0, Box((0,), (4000,)), old, new)
+    part = encode_changes(schema, [change], encodings=(encoding,))
+    (decoded,) = through_a_part(schema, part, {0: old})
+    assert decoded.new.tolist() == new[old != new].tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

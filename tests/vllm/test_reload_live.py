@@ -1,6 +1,8 @@
 """Every family in a whole vLLM, in this process: updates, and a reload, end with the bits of a fresh engine.
 
-tests/vllm/test_models.py looks at routes more closely, without an engine around them.
+tests/vllm/test_models.py looks at routes more closely, without an engine around them. Weights are compared in the live
+engine, buffers and all, after the update: a checksum of what travelled would not have shown what a loader makes of
+aliases, fused experts or a second load (F12, F28).
 """
 
 from __future__ import annotations
