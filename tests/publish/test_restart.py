@@ -21,6 +21,7 @@ from torch_delta.receive import Follower, LocalCheckpoint
 from torch_delta.store import LocalStore
 from torch_delta.store.sibling import sibling_url
 from torch_delta.store.url import open_store
+from torch_delta.store.waiting import poll
 from torch_delta.stream import Stream
 from torch_delta.stream.lineages import fork_root, walk
 
@@ -164,7 +165,9 @@ def test_nobody_waits_for_anybody_when_both_start_again(tmp_path, base) -> None:
     source = ArraySource(state=edited([1, 2]))
     with attach_source(source, str(tmp_path / "run"), base=base, config=config(alive_s=60)) as publisher:
         assert publisher.version == 2
-        assert reader.sealed(tmp_path / "run" / "head.json")["version"] == 2, "announced, and nothing was published"
+        head = tmp_path / "run" / "head.json"  # the first sign of life, given by a thread of its own
+        poll(lambda: head.exists() or None, phase="the first sign of life", peer="the writer", timeout_s=30)
+        assert reader.sealed(head)["version"] == 2, "announced, and nothing was published"
         late = LocalCheckpoint(tmp_path / "late", base=base)
         with Follower(str(tmp_path / "run")) as follower:
             seen = [report.version for report in follower.apply_to(late, until=2, timeout_s=20)]
