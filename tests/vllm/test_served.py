@@ -273,14 +273,18 @@ def test_a_request_given_up_during_the_pause_harms_nobody(world: World, serving:
 
 
 def test_a_cached_prefix_does_not_survive_its_weights(world: World, serving: Server, fleet: Fleet, engine) -> None:
-    """F109: a prompt long enough to be cached, asked before and after."""
+    """F109: a prompt long enough to be cached, asked before and after.
+
+    Few tokens: keys of other weights show in the first of them, while after so long a prompt the later ones may also
+    differ because the server cut it into other batches than the engine here.
+    """
     prompt = [[3 + (place * 7) % 240 for place in range(400)]]
-    before = serving.greedy(prompt)
+    before = serving.greedy(prompt, num_tokens=6)
     version = world.versions.dense(31)
     fleet.update(version)
-    after = serving.greedy(prompt)
+    after = serving.greedy(prompt, num_tokens=6)
     assert after != before
-    assert after == engine(world.checkpoint_at(version), max_model_len=1024).greedy(prompt)
+    assert after == engine(world.checkpoint_at(version), max_model_len=1024).greedy(prompt, num_tokens=6)
 
 
 def test_vllms_own_routes_do_the_same(world: World, serving: Server, fresh) -> None:
