@@ -14,16 +14,21 @@ are not repacked, without which vLLM's own patch loader has no effect on some ho
 
 A repeat runs each once, in an order that rotates; after each, weights go back to the base. That all three lead to the
 same bits is checked in a first, untimed pass, in which the peak of resident memory is taken too.
+
+Beside them, in every repeat, what memory allows (`cache_lines.py`): the time of reading and writing one word of each
+cache line that the delta touches, and of copying the model once. That time over the reload's is the smallest ratio that
+any sparse write could have on this machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
+import gc
 import json
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -33,7 +38,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from measure import Samples, machine, median_ratio, table
+from cache_lines import PER_LINE, Memory, lines_of
+from measure import Samples, machine
+from pause_report import METHODS, report_comparison, report_memory, report_sizes
 
 from torch_delta.format.box import Box
 from torch_delta.format.schema import Schema, TensorSpec
@@ -49,7 +56,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
 }
-METHODS = ("torch_delta", "vLLM patch loader", "layerwise reload")
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,15 @@ class Delta:
     @property
     def count(self) -> int:
         return sum(index.size for index, _ in self.changes.values())
+
+    def lines(self, schema: Schema) -> np.ndarray:
+        """Cache lines it touches, in a buffer that holds all tensors one after the other, each from a line's start."""
+        found, at = [], 0
+        for spec in schema.tensors:
+            index, _ = self.changes.get(spec.name, (np.empty(0, np.int64), None))
+            found.append(at + lines_of(index))
+            at += -(-spec.numel // PER_LINE)
+        return np.concatenate(found)
 
     def patch(self, schema: Schema) -> Patch:
         """As it comes out of a LocalCheckpoint."""
@@ -152,6 +167,10 @@ class Served:
     @property
     def num_parameters(self) -> int:
         return sum(spec.numel for spec in self.schema.tensors)
+
+    @property
+    def num_lines(self) -> int:
+        return sum(-(-spec.numel // PER_LINE) for spec in self.schema.tensors)
 
     def delta(self, fraction: float, seed: int) -> Delta:
         """About `fraction` of every tensor."""
@@ -249,6 +268,7 @@ def compare(served: Served, fractions: list[float], repeats: int) -> list[dict[s
     """All methods at every fraction."""
     served.probe()
     contest = Contest(served)
+    memory = Memory(PER_LINE * served.num_lines, torch.get_num_threads())
     at_base = served.live.digest()
     found = []
     for fraction in fractions:
@@ -268,12 +288,16 @@ def compare(served: Served, fractions: list[float], repeats: int) -> list[dict[s
             raise SystemExit(f"the methods do not lead to the same bits at {fraction:.1%}")
         before = {name: Samples() for name in METHODS}
         inside = {name: Samples() for name in METHODS}
+        lines = delta.lines(served.schema)
+        touching, copying = Samples(), Samples()
         for repeat in range(repeats):
             for name in _rotated(list(METHODS), repeat):
                 outside_s, pause_s = methods[name]()
                 before[name].seconds.append(outside_s)
                 inside[name].seconds.append(pause_s)
                 contest.back(delta)
+            touching.seconds.append(memory.touch_s(lines))
+            copying.seconds.append(memory.copy_s())
         found.append(
             {
                 "fraction": fraction,
@@ -281,6 +305,10 @@ def compare(served: Served, fractions: list[float], repeats: int) -> list[dict[s
                 "pause_s": {name: samples.seconds for name, samples in inside.items()},
                 "plan_s": before[METHODS[0]].seconds,
                 "peak_bytes": peaks,
+                "num_lines": int(lines.size),
+                "lines_share": lines.size / served.num_lines,
+                "touch_s": touching.seconds,
+                "copy_s": copying.seconds,
             }
         )
     return found
@@ -328,6 +356,8 @@ def over_sizes(sizes: list[str], num_changed: int, repeats: int, work: Path) -> 
 def peak_bytes() -> Iterator[list[int]]:
     """How far resident memory rises above where it stood, at most, while the block runs (Linux)."""
     found = [0]
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else what an earlier pass gave back to the allocator would be taken for nothing
     before = _status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     try:
@@ -346,48 +376,6 @@ def _status_bytes(key: str) -> int:
 def _rotated(items: list[str], repeat: int) -> list[str]:
     shift = repeat % len(items)
     return items[shift:] + items[:shift]
-
-
-def report_comparison(rows: list[dict[str, Any]]) -> str:
-    header = ["changed", "elements", *(f"{name} ms" for name in METHODS)]
-    header += [
-        "to the patch loader",
-        "to the reload",
-        "plan ms (not paused)",
-        "torch_delta peak MB, plan included",
-        *(f"{name} peak MB" for name in METHODS[1:]),
-    ]
-    lines = []
-    for row in rows:
-        pauses = row["pause_s"]
-        ours = pauses[METHODS[0]]
-        line: list[object] = [f"{row['fraction']:.1%}", f"{row['changed']:,}"]
-        line += [_spread(pauses[name]) for name in METHODS]
-        line += [f"{median_ratio(ours, pauses[name]):.3f}" for name in METHODS[1:]]
-        line.append(_spread(row["plan_s"]))
-        line += [f"{row['peak_bytes'][name] / 1e6:.0f}" for name in METHODS]
-        lines.append(line)
-    return table(header, lines)
-
-
-def report_sizes(rows: list[dict[str, Any]]) -> str:
-    header = ["model", "parameters", "changed", "pause ms", "plan ms (not paused)", "peak in the pause MB"]
-    lines = [
-        [
-            row["size"],
-            f"{row['num_parameters'] / 1e6:.0f}M",
-            f"{row['changed']:,}",
-            _spread(row["pause_s"]),
-            _spread(row["plan_s"]),
-            f"{row['peak_bytes'] / 1e6:.0f}",
-        ]
-        for row in rows
-    ]
-    return table(header, lines)
-
-
-def _spread(seconds: list[float]) -> str:
-    return f"{1e3 * statistics.median(seconds):.1f} ({1e3 * min(seconds):.1f}-{1e3 * max(seconds):.1f})"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -421,7 +409,9 @@ def main(argv: list[str] | None = None) -> None:
             served = Served(SHAPES["small" if arguments.small else arguments.model], work)
             raw["comparison"] = rows = compare(served, arguments.fractions, arguments.repeats)
             raw["num_parameters"] = served.num_parameters
-            print(f"{served.num_parameters / 1e6:.0f}M parameters\n\n{report_comparison(rows)}")
+            print(
+                f"{served.num_parameters / 1e6:.0f}M parameters\n\n{report_comparison(rows)}\n\n{report_memory(rows)}"
+            )
     finally:
         shutil.rmtree(work, ignore_errors=True)
     raw["load_1min_after"] = machine()["load_1min"]

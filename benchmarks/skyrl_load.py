@@ -1,11 +1,13 @@
 """How long servers are paused: SkyRL's own engine in vLLM against torch_delta in its seat, through SkyRL's calls.
 
     DIR/bin/python benchmarks/skyrl_load.py [--layers 8 --width 1024 --density 0.01 --repeats 5] [--json FILE]
+    DIR/bin/python benchmarks/skyrl_load.py --trace qwen-lr1e-06-warm-19-20
 
 DIR is an environment with SkyRL and vLLM (scripts/install_skyrl.py). Each side is a process with a real vLLM engine of
 one rank, started with SkyRL's backend name and worker extension, and a trainer of one rank that sends to it: a random
-Qwen 3 whose weights alternate between two values. A round is SkyRL's: fetch, then start, update and finish, which take
-the time of the pause and are compared here; SkyRL's engine loads the whole checkpoint through vLLM's layerwise reload.
+Qwen 3, or the model of a trace, whose weights alternate between two values. A round is SkyRL's: fetch, then start,
+update and finish, which take the time of the pause and are compared here; SkyRL's engine loads the whole checkpoint
+through vLLM's layerwise reload.
 
 Sides take turns going first, and one waits while the other works. After the last round both engines' norms are compared
 with what was sent, bit for bit, and our engine must have written changed elements only, without a reload.
@@ -30,6 +32,9 @@ from measure import machine, median_ratio, table
 from safetensors import safe_open
 from safetensors.torch import save_file
 from skyrl_side_by_side import SIDES, prepare
+from traces import recorded
+
+Weights = dict[str, torch.Tensor]
 
 _EXTENSION = "skyrl.backends.skyrl_train.inference_servers.new_inference_worker_wrap.NewInferenceWorkerWrap"
 _ENVIRONMENT = {
@@ -150,8 +155,19 @@ def be_side(name: str, work: Path, controller: Any) -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
-def write_weights(arguments: argparse.Namespace, work: Path) -> int:
-    """A random Qwen 3 as a base, and its two states; the number of its parameters."""
+def write_weights(arguments: argparse.Namespace, work: Path) -> tuple[int, int]:
+    """A base and its two states; numbers of its parameters and of those that change."""
+    config, old, new = random_weights(arguments) if arguments.trace is None else of_trace(arguments)
+    config.save_pretrained(work / "base")
+    for name, weights in (("old", old), ("new", new)):
+        save_file(weights, work / f"{name}.safetensors", metadata={"format": "pt"})
+    os.link(work / "old.safetensors", work / "base" / "model.safetensors")
+    changed = sum(int((old[key].view(torch.int16) != new[key].view(torch.int16)).sum()) for key in old)
+    return sum(tensor.numel() for tensor in old.values()), changed
+
+
+def random_weights(arguments: argparse.Namespace) -> tuple[Any, Weights, Weights]:
+    """A random Qwen 3, in which a part of the elements changes anywhere."""
     import transformers
 
     width = arguments.width
@@ -169,21 +185,40 @@ def write_weights(arguments: argparse.Namespace, work: Path) -> int:
     )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    config.save_pretrained(work / "base")
     old = {key: tensor.detach() for key, tensor in model.state_dict().items() if key != "lm_head.weight"}
     new = {}
     for key, tensor in old.items():
         new[key] = tensor.clone()
         flat = new[key].view(-1).view(torch.int16)
         flat[torch.randint(flat.numel(), (max(1, int(arguments.density * flat.numel())),))] ^= 1
-    for name, weights in (("old", old), ("new", new)):
-        save_file(weights, work / f"{name}.safetensors", metadata={"format": "pt"})
-    os.link(work / "old.safetensors", work / "base" / "model.safetensors")
-    return sum(tensor.numel() for tensor in old.values())
+    return config, old, new
+
+
+def of_trace(arguments: argparse.Namespace) -> tuple[Any, Weights, Weights]:
+    """The weights of a recorded trace of the Qwen 2 family, whose shapes say what the model is."""
+    import transformers
+
+    pair = recorded(arguments.traces, arguments.trace)
+    shapes = {key: tuple(tensor.shape) for key, tensor in pair.old.items()}
+    layer = "model.layers.0"
+    config = transformers.Qwen2Config(
+        hidden_size=shapes["model.norm.weight"][0],
+        intermediate_size=shapes[f"{layer}.mlp.up_proj.weight"][0],
+        num_hidden_layers=sum(key.endswith("mlp.up_proj.weight") for key in shapes),
+        num_attention_heads=shapes[f"{layer}.self_attn.q_proj.weight"][0] // 64,
+        num_key_value_heads=shapes[f"{layer}.self_attn.k_proj.weight"][0] // 64,
+        vocab_size=shapes["model.embed_tokens.weight"][0],
+        tie_word_embeddings="lm_head.weight" not in shapes,
+        architectures=["Qwen2ForCausalLM"],
+        dtype="bfloat16",
+    )
+    return config, pair.old, pair.new
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", default=None, help="name of a recorded trace of the Qwen 2 family")
+    parser.add_argument("--traces", type=Path, default=Path("../shared/traces"), help="folder of the traces")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--density", type=float, default=0.01)
@@ -195,7 +230,7 @@ def main(argv: list[str] | None = None) -> None:
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=arguments.work) as folder:
         work = Path(folder)
-        total = write_weights(arguments, work)
+        total, changed = write_weights(arguments, work)
         sides, processes = {}, []
         for name in SIDES:
             sides[name], there = spawn.Pipe()
@@ -217,7 +252,7 @@ def main(argv: list[str] | None = None) -> None:
                 sys.exit(f"{name}: {found}")
         for process in processes:
             process.join(60)
-    print(f"{total:,} parameters, {arguments.density:.2%} changed; engines: {', '.join(modules.values())}")
+    print(f"{total:,} parameters, {changed / total:.2%} changed; engines: {', '.join(modules.values())}")
     keys = ("fetch_s", "load_s")
     rows = [
         [name, *(f"{1e3 * statistics.median(r[key] for r in rounds[name]):,.0f}" for key in keys)] for name in SIDES
@@ -225,7 +260,7 @@ def main(argv: list[str] | None = None) -> None:
     ratios = [median_ratio(*([r[key] for r in rounds[name]] for name in SIDES[::-1])) for key in keys]
     print(table(("side", "fetch ms", "load ms"), [*rows, ["ratio", *(f"{ratio:.2f}" for ratio in ratios)]]))
     if arguments.json is not None:
-        found = {"machine": machine(), "num_elements": total, "density": arguments.density, "rounds": rounds}
+        found = {"machine": machine(), "num_elements": total, "density": changed / total, "rounds": rounds}
         arguments.json.write_text(json.dumps(found, indent=2), encoding="utf-8")
 
 

@@ -13,6 +13,8 @@ with the weights bit for bit. Loading into vLLM is skyrl_load.py.
 Sides take turns going first, and one waits while the other works. Publish seconds are those of `send_weights` on rank 0
 without those of the fetch. Memory is what a process holds that is not a mapped file (RssAnon, looked at every 10 ms),
 at its peak in a round, above what it held before the engine was built: copies of weights, and buffers.
+
+Our kernels are compiled on a machine's first run and loaded by later ones: run twice, and take the second.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import tempfile
 import threading
 import time
 import typing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +108,7 @@ def be_rank(name: str, rank: int, arguments: argparse.Namespace, work: Path, con
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     import torch_delta_skyrl.trainer
+    from torch_delta_skyrl.settings import publish_config
 
     now = work / "old.safetensors"
 
@@ -131,6 +135,8 @@ def be_rank(name: str, rank: int, arguments: argparse.Namespace, work: Path, con
     client = Client(host)
     memory = Memory()
     engine = of_side[name].trainer_init(info, client=client, source=Source())
+    if name == "torch_delta":
+        engine.use(replace(publish_config(info), profile=arguments.profile))
     controller.send("ready")
     while (path := controller.recv()) is not None:
         now = path
@@ -240,7 +246,7 @@ class Side:
 def write_weights(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Write both weights and the base; says what they are."""
     if arguments.trace == "synthetic":
-        old, new = synthetic(arguments.layers, arguments.width, arguments.density)
+        old, new = synthetic(arguments.layers, arguments.width, arguments.step)
     else:
         pair: Pair = recorded(arguments.traces, arguments.trace)
         old, new = pair.old, pair.new
@@ -254,8 +260,12 @@ def write_weights(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     return {"trace": arguments.trace, "num_elements": total, "density": changed / total}
 
 
-def synthetic(layers: int, width: int, density: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A transformer's shapes, and the same with about `density` of the elements moved by one unit in the last place."""
+def synthetic(layers: int, width: int, step: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A transformer's shapes as bf16, and the same after each fp32 master has moved by about `step`, as Adam moves it.
+
+    So the elements whose bf16 changes are those of small magnitude first, as in training. Uniform changes would be
+    harder to code than real ones.
+    """
     shapes = {"model.embed_tokens.weight": (16 * width, width), "model.norm.weight": (width,)}
     for layer in range(layers):
         name = f"model.layers.{layer}"
@@ -264,17 +274,11 @@ def synthetic(layers: int, width: int, density: float) -> tuple[dict[str, torch.
         shapes |= {f"{name}.mlp.{key}_proj.weight": (4 * width, width) for key in ("gate", "up")}
         shapes |= {f"{name}.mlp.down_proj.weight": (width, 4 * width)}
     generator = torch.Generator().manual_seed(0)
-    old = {
-        key: torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
-        for key, shape in shapes.items()
-    }
-    new = {}
-    for key, tensor in old.items():
-        moved = tensor.clone()
-        flat = moved.view(-1).view(torch.int16)
-        index = torch.randint(flat.numel(), (max(1, int(density * flat.numel())),), generator=generator)
-        flat[index] = tensor.view(-1).view(torch.int16)[index] + 1
-        new[key] = moved
+    old, new = {}, {}
+    for key, shape in shapes.items():
+        master = torch.empty(shape).normal_(0, 0.02, generator=generator)
+        old[key] = master.bfloat16()
+        new[key] = master.add_(torch.empty(shape).normal_(0, step, generator=generator)).bfloat16()
     return old, new
 
 
@@ -295,11 +299,12 @@ def report(sides: list[Side], told: dict[str, Any], arguments: argparse.Namespac
     ratios = [median_ratio(sides[1].values(key), sides[0].values(key)) for key in columns]
     rows.append(["ratio", *(f"{ratio:.2f}" for ratio in ratios)])
     print(
-        f"{told['trace']}: {told['num_elements']:,} parameters, {told['density']:.2%} changed, {arguments.ranks} ranks"
+        f"{told['trace']}: {told['num_elements']:,} parameters, {told['density']:.2%} changed, "
+        f"{arguments.ranks} ranks, profile {arguments.profile}"
     )
     print(table(header, rows))
     if arguments.json is not None:
-        found = {"machine": machine(), "weights": told, "ranks": arguments.ranks}
+        found = {"machine": machine(), "weights": told, "ranks": arguments.ranks, "profile": arguments.profile}
         found |= {"sides": {side.name: side.rounds for side in sides}}
         arguments.json.write_text(json.dumps(found, indent=2), encoding="utf-8")
 
@@ -310,7 +315,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--traces", type=Path, default=Path("../shared/traces"), help="folder of the traces")
     parser.add_argument("--layers", type=int, default=4, help="of the synthetic weights")
     parser.add_argument("--width", type=int, default=1024, help="of the synthetic weights")
-    parser.add_argument("--density", type=float, default=0.01, help="of the synthetic weights")
+    parser.add_argument("--step", type=float, default=3e-7, help="by which synthetic masters move: the learning rate")
+    parser.add_argument("--profile", choices=("auto", "small", "fast"), default="auto", help="ours; SkyRL has none")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--work", type=Path, default=None, help="folder for everything (default: temporary)")

@@ -12,6 +12,9 @@ version to a directory, with the default durability and checksums on.
 - *optimizer only*: fixed gradients, only `optimizer.step()` is timed, the background is idle: what capture itself adds.
 - *memory*, each in a process of its own: resident bytes that stay (before attach -> attached and at rest), and the peak
   of one more step above that. fp32 masters compute under bf16 autocast, as mixed-precision training does.
+
+For processors without bf16 instructions, where a bf16 pass of this size takes minutes: `--no-autocast` computes fp32
+masters in fp32, `--optimizer-only` makes the gradients by hand and leaves the full step out.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from measure import Samples, machine, median_ratio, table
 import torch_delta
 from torch_delta.capture import kernels as capture_kernels
 from torch_delta.codec import kernels
+from torch_delta.codec.compiling import Kernel
 from torch_delta.codec.packed import kernels as packed_kernels
 from torch_delta.codec.packed import kernels_gather, kernels_streams
 
@@ -72,9 +76,12 @@ class Trainer:
         size: of model and batch.
         work: empty folder for base checkpoint and stream.
         fused: which AdamW implementation.
+        autocast: whether fp32 parameters compute in bf16.
     """
 
-    def __init__(self, variant: str, dtype: torch.dtype, size: Size, work: Path, *, fused: bool) -> None:
+    def __init__(
+        self, variant: str, dtype: torch.dtype, size: Size, work: Path, *, fused: bool, autocast: bool = True
+    ) -> None:
         from transformers import Qwen3Config, Qwen3ForCausalLM
         from transformers.utils import logging
 
@@ -92,6 +99,7 @@ class Trainer:
         )
         self.variant = variant
         self.work = work
+        self.autocast = autocast and dtype == torch.float32
         # On the bf16 grid from the start, as a model loaded from a bf16 checkpoint is.
         self.model = Qwen3ForCausalLM(config).to(torch.bfloat16)
         self.model.save_pretrained(work / "base")
@@ -114,10 +122,15 @@ class Trainer:
 
     def backward(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        autocast = next(self.model.parameters()).dtype == torch.float32
-        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+        with torch.autocast("cpu", torch.bfloat16) if self.autocast else contextlib.nullcontext():
             loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
         loss.backward()
+
+    def make_gradients(self) -> None:
+        """Gradients as large as those of a step, the same for every variant, without a pass through the model."""
+        generator = torch.Generator().manual_seed(1)
+        for parameter in self.model.parameters():
+            parameter.grad = 1e-3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
     def step(self) -> float:
         """Seconds of one optimizer step."""
@@ -127,7 +140,7 @@ class Trainer:
 
     def make_state(self) -> None:
         """Let Adam make its state without moving a weight, so that the model still is its base."""
-        self.backward()
+        self.make_gradients()
         (group,) = self.optimizer.param_groups
         rate, group["lr"] = group["lr"], 0.0
         self.optimizer.step()
@@ -141,6 +154,11 @@ class Trainer:
     def close(self) -> None:
         if self.publisher is not None:
             self.publisher.close()
+
+
+def make(variant: str, dtype: str, size: Size, work: Path, arguments: argparse.Namespace) -> Trainer:
+    """A trainer as the command line asks for it."""
+    return Trainer(variant, DTYPES[dtype], size, work, fused=not arguments.foreach, autocast=not arguments.no_autocast)
 
 
 @dataclass
@@ -160,17 +178,17 @@ def measure_times(dtype: str, arguments: argparse.Namespace) -> tuple[dict[str, 
         trainers = []
         for variant in VARIANTS:
             (work / variant).mkdir()
-            trainers.append(Trainer(variant, DTYPES[dtype], size, work / variant, fused=not arguments.foreach))
+            trainers.append(make(variant, dtype, size, work / variant, arguments))
             trainers[-1].attach()
             stack.callback(trainers[-1].close)
         if not arguments.small:
             compile_kernels()
         for trainer in trainers:  # make Adam state
             for _ in range(2):
-                trainer.backward()
+                trainer.make_gradients() if arguments.optimizer_only else trainer.backward()
                 trainer.step()
             trainer.drain()
-        for repeat in range(arguments.repeats):
+        for repeat in range(0 if arguments.optimizer_only else arguments.repeats):
             for trainer in _rotated(trainers, repeat):
                 os.sync()
                 step_s = 0.0
@@ -201,7 +219,7 @@ def probe_memory(variant: str, dtype: str, arguments: argparse.Namespace) -> dic
         if variant != "bare" and not arguments.small:
             compile_kernels()
         (work / "small").mkdir()
-        small = Trainer(variant, DTYPES[dtype], SMALL, work / "small", fused=not arguments.foreach)
+        small = make(variant, dtype, SMALL, work / "small", arguments)
         small.attach()
         for _ in range(3):
             small.backward()
@@ -210,7 +228,7 @@ def probe_memory(variant: str, dtype: str, arguments: argparse.Namespace) -> dic
         small.close()
         (work / "full").mkdir()
         size = SMALL if arguments.small else Size()
-        trainer = Trainer(variant, DTYPES[dtype], size, work / "full", fused=not arguments.foreach)
+        trainer = make(variant, dtype, size, work / "full", arguments)
         trainer.make_state()
         before = _resident_bytes()
         trainer.attach()
@@ -235,7 +253,7 @@ def compile_kernels() -> None:
     for module in (kernels, packed_kernels, kernels_streams, kernels_gather, capture_kernels):
         for value in vars(module).values():
             for kernel in value.values() if isinstance(value, dict) else (value,):
-                if isinstance(kernel, kernels.Kernel):
+                if isinstance(kernel, Kernel):
                     kernel.compile()
 
 
@@ -258,6 +276,7 @@ def measure_memory(dtype: str, arguments: argparse.Namespace) -> dict[str, dict[
     for variant in VARIANTS:
         command = [sys.executable, __file__, "--probe-memory", variant, "--dtypes", dtype]
         command += ["--small"] * arguments.small + ["--foreach"] * arguments.foreach
+        command += ["--no-autocast"] * arguments.no_autocast
         command += [] if arguments.work is None else ["--work", str(arguments.work)]
         run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         found[variant] = json.loads(run.stdout.splitlines()[-1])
@@ -272,13 +291,11 @@ def report(dtype: str, times: dict[str, Times], memory: dict[str, dict[str, floa
     rows = []
     for variant in VARIANTS:
         mine, bytes_of = times[variant], memory.get(variant)
-        overhead = median_ratio(mine.full.seconds, bare.full.seconds) - 1
         added = statistics.median(
             a - b for a, b in zip(mine.optimizer_only.seconds, bare.optimizer_only.seconds, strict=True)
         )
-        row: list[object] = [variant, f"{1e3 * mine.full.median_s:.0f}"]
-        row.append("-" if variant == "bare" else f"{100 * overhead:+.1f}%")
-        row += [f"{1e3 * mine.full_step_call.median_s:.0f}", f"{1e3 * mine.optimizer_only.median_s:.0f}"]
+        row: list[object] = [variant, *_full_step(mine, bare)]
+        row.append(f"{1e3 * mine.optimizer_only.median_s:.0f}")
         row.append("-" if variant == "bare" else f"{1e3 * added:+.0f}")
         if bytes_of is None:
             row += ["-", "-"]
@@ -289,12 +306,23 @@ def report(dtype: str, times: dict[str, Times], memory: dict[str, dict[str, floa
     return table(header, rows)
 
 
+def _full_step(mine: Times, bare: Times) -> list[str]:
+    """Milliseconds of a step, what it takes longer than the bare one, and milliseconds of `step()` in it."""
+    if not mine.full.seconds:
+        return ["-", "-", "-"]
+    overhead = median_ratio(mine.full.seconds, bare.full.seconds) - 1
+    shown = "-" if mine is bare else f"{100 * overhead:+.1f}%"
+    return [f"{1e3 * mine.full.median_s:.0f}", shown, f"{1e3 * mine.full_step_call.median_s:.0f}"]
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["fp32", "bf16"])
     parser.add_argument("--repeats", type=int, default=5, help="blocks per variant")
     parser.add_argument("--block", type=int, default=2, help="full steps per block")
     parser.add_argument("--foreach", action="store_true", help="AdamW(foreach=True) instead of fused")
+    parser.add_argument("--no-autocast", action="store_true", help="fp32 parameters compute in fp32")
+    parser.add_argument("--optimizer-only", action="store_true", help="leave the full step out")
     parser.add_argument("--no-memory", action="store_true", help="leave the memory probes out")
     parser.add_argument("--work", type=Path, default=None, help="folder for streams (default: temporary)")
     parser.add_argument("--small", action="store_true", help="a tiny model: does the script still run?")

@@ -65,6 +65,19 @@ def test_trainer_overhead_measures_every_mode(tmp_path: Path) -> None:
     assert "| transient |" in run.stdout
 
 
+@pytest.mark.slow
+def test_trainer_overhead_where_a_bf16_pass_would_take_minutes(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    only = ("trainer_overhead.py", "--small", "--repeats", "1", "--no-memory")
+    result, run = run_script(tmp_path, *only, "--optimizer-only")
+    for dtype in ("fp32", "bf16"):
+        for times in result[dtype]["times_s"].values():
+            assert (times["full"], len(times["optimizer_only"])) == ([], 3)
+    assert "| bare | - | - | - |" in run.stdout
+    result, _ = run_script(tmp_path, *only, "--no-autocast", "--dtypes", "fp32")
+    assert all(len(times["full"]) == 1 for times in result["fp32"]["times_s"].values())
+
+
 def test_catch_up_takes_one_step_or_one_per_version(tmp_path: Path) -> None:
     result, run = run_script(tmp_path, "catch_up.py", "--small", "--versions", "6", "--repeats", "2")
     ways = result["ways"]

@@ -6,11 +6,13 @@ import copy
 import re
 import traceback
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -257,6 +259,18 @@ def _with_accelerate(*, prepare_first):
     return complaints
 
 
+def _fsdp1():
+    """Flat parameters hold no tensor of the checkpoint."""
+    import warnings
+
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
+    return _expect("FSDP1 .* use FSDP2", model)
+
+
 def _unsharded():
     """Between forward and backward the parameters are not the optimizer's; after `reshard` they are again."""
     torch.manual_seed(0)
@@ -281,6 +295,15 @@ def _partial():
     model = torch.nn.Linear(4, 4, bias=False)
     model.weight = torch.nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
     return _expect(r"weight: placement .* cannot be published", model)
+
+
+def _contradictory():
+    """A local tensor of another shape than its placements say: padding, or a placement that torch divides otherwise."""
+    mesh = init_device_mesh("cpu", (4,))
+    model = torch.nn.Linear(4, 8, bias=False)
+    local = DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)], run_check=False, shape=(8, 4), stride=(4, 1))
+    model.weight = torch.nn.Parameter(local)
+    return _expect(r"weight: the local tensor has shape \(3, 4\), its placements .* say \(2, 4\)", model)
 
 
 def _stages():
@@ -337,11 +360,86 @@ def _no_dtensor_operations():
     return found + ([] if len(complaints) > len(found) else ["control: the watch sees nothing"])
 
 
+def _wrapped():
+    """Activation checkpointing, compiled layers, FSDP2 and a compiled whole (F21): plain names, every change once."""
+    torch.manual_seed(0)
+    inner = Tiny()
+    inner.up = checkpoint_wrapper(inner.up)
+    inner.norm = torch.compile(inner.norm, backend="eager")
+    model = torch.compile(_shard("fsdp", inner), backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    capture = Capture(optimizer, model)
+    before = oracle.checkpoint(model)
+    complaints = []
+    for step in range(2):
+        _train(model, optimizer, "tiny", step)
+    collected = capture.collect()
+    complaints += oracle.mismatches(capture.schema, oracle.gather(collected.changes), before, oracle.checkpoint(model))
+    complaints += [] if collected.num_steps == 2 else [f"{collected.num_steps} steps counted, not 2"]
+    names = {spec.name for spec in capture.schema.tensors}
+    complaints += [] if names == {*Tiny().state_dict()} else [f"names: {sorted(names)}"]
+    complaints += [] if sum(oracle.gather(collected.num_changed)) else ["nothing changed at all"]
+    capture.close()
+    return complaints
+
+
+def _standalone():
+    """`Capture.changes()`: what all ranks report of their shards is the difference of the full tensors, once each."""
+    complaints = []
+    for layout in ("fsdp", "hsdp", "fsdp_tp"):
+        torch.manual_seed(0)
+        model = _shard(layout, Tiny(tie=False))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        capture = Capture(optimizer, model)
+        before = oracle.checkpoint(model)
+        for steps in (1, 3):
+            for step in range(steps):
+                _train(model, optimizer, "tiny", step)
+            after = oracle.checkpoint(model)
+            complaints += [f"{layout}: {text}" for text in _shard_changes(model, capture.changes(), before, after)]
+            before = after
+        capture.close()
+    return complaints
+
+
+def _shard_changes(model, changes, before, after):
+    complaints = []
+    local = {name: tensor.to_local() for name, tensor in model.named_parameters()}
+    mine = {}
+    for name, change in changes.items():
+        if name in local and change.mask.shape != local[name].shape:
+            complaints.append(f"{name}: a mask of {change.mask.shape} over a shard of {local[name].shape}")
+        if not torch.equal(change.mask.reshape(-1).nonzero().view(-1), change.index):
+            complaints.append(f"{name}: mask and index differ")
+        if not torch.equal(change.xor, change.old ^ change.new):
+            complaints.append(f"{name}: xor")
+        mine[name] = [part.numpy().copy() for part in (change.global_index, change.old, change.new)]
+    everyones = oracle.gather(mine)
+    total = 0
+    for name, was in before.items():
+        parts = [rank[name] for rank in everyones if name in rank]
+        at, old, new = (np.concatenate([part[kind] for part in parts]) for kind in range(3))
+        order = np.argsort(at)
+        truth = np.flatnonzero(was.reshape(-1) != after[name].reshape(-1))
+        total += len(truth)
+        if not np.array_equal(at[order], truth):
+            complaints.append(f"{name}: {len(at)} positions reported, {len(truth)} changed")
+        elif not np.array_equal(old[order].view(was.dtype), was.reshape(-1)[truth]):
+            complaints.append(f"{name}: old bits")
+        elif not np.array_equal(new[order].view(was.dtype), after[name].reshape(-1)[truth]):
+            complaints.append(f"{name}: new bits")
+    return complaints + ([] if total else ["nothing changed at all"])
+
+
 SPECIAL = {
+    "fsdp1": _fsdp1,
+    "wrapped": _wrapped,
+    "standalone": _standalone,
     "wrong_offsets": _wrong_offsets,
     "no_dtensor_operations": _no_dtensor_operations,
     "unsharded": _unsharded,
     "partial": _partial,
+    "contradictory": _contradictory,
     "stages": _stages,
     "balance": _balance,
     "copies_differ": _copies_differ,

@@ -315,6 +315,17 @@ def test_walks_that_disagree_are_refused(pairs, message):
     assert np.array_equal(change.old, expected.old)
 
 
+def test_a_tensor_that_is_yielded_twice_or_is_no_ordinary_one_is_refused():
+    class Custom(torch.Tensor):
+        pass
+
+    source, tensors = _source()
+    with pytest.raises(CaptureError, match="the walk yields 'a' twice"):
+        TensorSource([*tensors.items(), ("a", tensors["a"])], source.schema)
+    with pytest.raises(CaptureError, match="b: the walk yields a Custom; full, ordinary tensors are needed"):
+        TensorSource({**tensors, "b": tensors["b"].as_subclass(Custom)}.items(), source.schema)
+
+
 def test_walks_that_cannot_repeat_are_refused():
     source, tensors = _source()
     with pytest.raises(CaptureError, match="only once"):

@@ -146,3 +146,28 @@ def test_layouts_that_are_not_views_are_reported(monkeypatch):
     layout = checkpoint_layout(model, model_tensors(model))
     assert not layout.views
     assert "is computed from it" in layout.unmapped["model.norm.weight"]
+
+
+def test_conversions_that_fail_or_lose_elements_are_reported(monkeypatch):
+    import transformers.core_model_loading as loading
+
+    model = _dense(tie=False)
+    monkeypatch.setattr(loading, "revert_weight_conversion", lambda _, state: {n: t[:3] for n, t in state.items()})
+    found = checkpoint_layout(model, model_tensors(model)).unmapped["model.norm.weight"]
+    assert found == "its checkpoint tensors cover 3 of its 16 elements"
+
+    def fail(*_):
+        raise KeyError("no such weight")
+
+    monkeypatch.setattr(loading, "revert_weight_conversion", fail)
+    found = checkpoint_layout(model, model_tensors(model)).unmapped["model.norm.weight"]
+    assert found == "transformers could not revert its layout (KeyError: 'no such weight')"
+
+
+def test_two_sources_of_one_checkpoint_tensor_are_refused(monkeypatch):
+    import transformers.core_model_loading as loading
+
+    model = _dense(tie=False)
+    monkeypatch.setattr(loading, "revert_weight_conversion", lambda _, state: dict.fromkeys("w", *state.values()))
+    with pytest.raises(CaptureError, match=r"checkpoint tensor 'w' would come from both '\S+' and '\S+'"):
+        checkpoint_layout(model, model_tensors(model))

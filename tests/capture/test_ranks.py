@@ -30,7 +30,8 @@ FOUR_RANKS = [
     "ddp-mixtral-fp32-persistent",
 ]
 OTHER = ["balance", "copies_differ", "one_rank_refuses", "rank_zero_walks", "all_walk", "accelerate", "late_prepare"]
-OTHER += ["unsharded", "partial", "stages", "wrong_offsets", "no_dtensor_operations"]
+OTHER += ["unsharded", "partial", "stages", "wrong_offsets", "no_dtensor_operations", "wrapped", "standalone"]
+OTHER += ["fsdp1", "contradictory"]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -166,6 +168,77 @@ def test_meta_and_custom_tensors_are_refused():
         attach(model)
 
 
+def test_sparse_tensors_are_refused():
+    model = nn.Linear(2, 2)
+    model.register_buffer("graph", torch.eye(2).to_sparse())
+    with pytest.raises(CaptureError, match=r"graph has layout torch\.sparse_coo; only dense tensors"):
+        attach(model)
+
+
+def test_dtypes_that_no_checkpoint_can_hold_are_refused():
+    model = nn.Linear(2, 2)
+    model.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(CaptureError, match=r"phase: dtype torch\.complex64 has no safetensors spelling"):
+        attach(model)
+
+
+def test_one_parameter_in_two_dtypes_is_refused():
+    """Experts that share a parameter in memory are rounded together: their checkpoint tensors must be of one dtype."""
+    model = moe("qwen3_moe")
+    base = attach(model).schema
+    mixed = tuple(
+        TensorSpec(spec.name, "F32", spec.shape) if ".experts.3." in spec.name else spec for spec in base.tensors
+    )
+    with pytest.raises(CaptureError, match=r"experts\.\w+: its checkpoint tensors have several dtypes: .*F32"):
+        attach(model, Schema(mixed))
+
+
+def test_weights_that_are_computed_for_the_checkpoint_are_refused(monkeypatch):
+    """Where transformers adds, casts or joins, changed elements of a parameter are not those of a checkpoint tensor."""
+    import transformers.core_model_loading as loading
+
+    model = moe("qwen3_moe")
+    right = loading.revert_weight_conversion
+
+    def revert(inner, state):
+        return {n: t + 1 if "norm" in n else t for n, t in right(inner, state).items()}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "revert_weight_conversion", revert)
+        with pytest.raises(CaptureError, match=r"norm\.weight.* is computed from it, not a view of it; refused"):
+            attach(model)
+    base = attach(model).schema
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "revert_weight_conversion", revert)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" not in name)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        with pytest.raises(CaptureError, match=r"not in the model: .*norm\.weight.* is computed from it"):
+            attach(model, base, trained)
+        # Frozen ones may stay what they are in the base, if somebody says so.
+        assert len(attach(model, base, trained, constant=("*norm*",)).constant) > 2
+
+
+def test_weights_that_change_their_kind_after_attaching_are_refused():
+    """`model.to(dtype)` keeps the parameter objects and puts other tensors into them."""
+    for mode in ("transient", "persistent"):
+        model = Tiny(tie=False)
+        capture = attach(model, mode=mode)
+        model.up.to(torch.float16)
+        with pytest.raises(CaptureError, match=r"up\.\w+: local tensor is now torch\.float16 .* needs a new attach"):
+            capture.collect()
+        model.up.to(torch.float32)
+        assert {capture.schema.tensors[c.tensor].name for c in capture.collect().changes} <= {"up.weight", "up.bias"}
+
+
+def test_a_buffer_that_is_gone_is_refused():
+    model = Tiny(tie=False)
+    capture = attach(model)
+    del model.bias_correction
+    with pytest.raises(CaptureError, match=r"bias_correction: its module no longer holds this buffer; attach again"):
+        capture.collect()
+
+
 def test_configuration_is_checked():
     with pytest.raises(CaptureError, match="unknown capture mode"):
         CaptureConfig(mode="eager")
@@ -175,6 +248,8 @@ def test_configuration_is_checked():
         CaptureConfig(mode="transient", placement=Placement(kind="cpu"))
     with pytest.raises(CaptureError, match="needs a directory"):
         Placement(kind="file")
+    with pytest.raises(CaptureError, match="snapshot directory '/no/such' does not exist"):
+        Placement(kind="file", directory=Path("/no/such"))
     with pytest.raises(CaptureError, match="unknown snapshot placement"):
         Placement(kind="moon")
 

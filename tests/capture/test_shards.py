@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch_delta.capture.layout import View
 from torch_delta.capture.ownership import Claim, Held, elect, least_loaded
 from torch_delta.capture.regions import is_natural, pieces_of, row_major
-from torch_delta.capture.shards import global_indices, shard_from_placements, whole
+from torch_delta.capture.shards import _check_order, global_indices, shard_from_placements, whole
 from torch_delta.errors import CaptureError
 
 
@@ -161,3 +161,25 @@ def test_shares_are_balanced():
     loads = [sum(share) for share in shares]
     assert sorted(key for share in shares for key in share) == list(range(1, 31))
     assert max(loads) - min(loads) <= 3
+
+
+def test_an_unusual_order_of_shards_is_refused():
+    """Two mesh axes that cut one dim may do so in either order; placements alone do not say in which."""
+
+    class Spec:
+        placements = (Shard(0), Shard(0))
+        shard_order = ((0, (0, 1)),)
+
+        @staticmethod
+        def compute_default_shard_order(placements):
+            assert placements == Spec.placements
+            return ((0, (0, 1)),)
+
+    class Tensor:
+        _spec = Spec()
+
+    _check_order("w", Tensor())
+    Tensor._spec.shard_order = ((0, (1, 0)),)
+    with pytest.raises(CaptureError, match="w: unusual shard order") as caught:
+        _check_order("w", Tensor())
+    assert caught.value.tensor == "w"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -162,6 +163,24 @@ def test_what_the_command_prints_stays_out_of_the_json(maker: StreamMaker, base:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert [json.loads(line)["version"] for line in done.stdout.splitlines()][-1] == 3
     assert "noise" in done.stderr
+
+
+def test_follow_ends_quietly_when_it_is_interrupted(maker: StreamMaker, base: Path, tmp_path: Path) -> None:
+    code = (
+        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it\n"
+        "from torch_delta.cli import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "follow", str(maker.root), str(tmp_path / "copy"), "--base", str(base)]
+    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert any(json.loads(line)["version"] == 3 for line in process.stdout)
+            process.send_signal(signal.SIGINT)  # while it waits for version 4
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, out, err) == (130, "", "")
+    assert weights(tmp_path / "copy") == checkpoint_bytes(maker.state)
 
 
 def test_follow_gives_up_after_its_timeout(

@@ -49,7 +49,7 @@ def compiled(*, yes: bool) -> Iterator[None]:
         if yes:
             kernel._worth = 0  # compiled when first used: a test pays for the widths it needs
         else:
-            kernel._function, kernel._worth = None, 1 << 62
+            kernel._function, kernel._worth, kernel._has_looked = None, 1 << 62, True
     try:
         yield
     finally:

@@ -65,15 +65,17 @@ def assert_served_is_what_the_trainer_had(root, version):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options"),
+    ("kind", "world_size", "options"),
     [
-        (2, {"every": 1, "mode": "transient", "dtype": "float32"}),
-        (4, {"every": 3, "mode": "persistent", "dtype": "bfloat16", "hsdp": True}),
+        ("qwen3", 2, {"every": 1, "mode": "transient", "dtype": "float32"}),
+        ("qwen3", 4, {"every": 3, "mode": "persistent", "dtype": "bfloat16", "hsdp": True}),
+        ("qwen3_moe", 2, {"every": 1, "mode": "persistent", "dtype": "float32"}),  # F57
+        ("mixtral", 2, {"every": 2, "mode": "transient", "dtype": "bfloat16"}),
     ],
-    ids=["2 ranks, fp32 masters", "HSDP 2x2, bf16, 3 steps a version"],
+    ids=["2 ranks, fp32 masters", "HSDP 2x2, bf16, 3 steps a version", "qwen3_moe", "mixtral"],
 )
-def test_every_version_is_exact_while_training_goes_on(tmp_path, world_size, options):
-    training.write_base(tmp_path / "base")
+def test_every_version_is_exact_while_training_goes_on(tmp_path, kind, world_size, options):
+    training.write_base(tmp_path / "base", kind)
     follower = follow(tmp_path, base=tmp_path / "base", until=3)
     try:
         results = run_ranks(training.train, world_size, root=str(tmp_path), num_versions=3, **options)
@@ -94,14 +96,17 @@ def test_every_version_is_exact_while_training_goes_on(tmp_path, world_size, opt
 def assert_transformers_opens(folder, versions):
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
 
     for version in versions:
         model = AutoModelForCausalLM.from_pretrained(folder / str(version), dtype=torch.bfloat16)
         held = tensors(*(folder / str(version)).glob("*.safetensors"))
-        assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
-        for name, parameter in model.named_parameters():
-            if name in held:
-                assert parameter.detach().contiguous().view(torch.uint8).numpy().tobytes() == held[name][2]
+        is_tied = model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+        assert is_tied == ("lm_head.weight" not in held)
+        opened = revert_weight_conversion(model, {name: p.detach() for name, p in model.named_parameters()})
+        assert held.keys() <= opened.keys()
+        for name, (_, _, bits) in held.items():
+            assert opened[name].contiguous().view(torch.uint8).numpy().tobytes() == bits, name
 
 
 def test_a_restarted_trainer_with_another_mesh_continues(tmp_path):

@@ -1,7 +1,7 @@
 """Training jobs that publish, run on real gloo ranks by `tests._dist`; each dumps what every version must be.
 
-The oracle gathers every parameter with `full_tensor`, casts it with torch and writes it under its checkpoint name: none
-of the code under test.
+The oracle gathers every parameter with `full_tensor`, casts it with torch and writes it as transformers would, under
+its checkpoint name: none of the code under test.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers.core_model_loading import revert_weight_conversion
 
 import torch_delta
+from tests.capture.models import moe
 
 
-def write_base(folder):
-    """A random tied Qwen3 in bf16 whose rows do not divide by the number of ranks."""
+def write_base(folder, kind="qwen3"):
+    """A random tied Qwen3 in bf16 whose rows do not divide by the number of ranks, or an MoE with fused experts."""
     torch.manual_seed(0)
+    if kind != "qwen3":
+        moe(kind).to(torch.bfloat16).save_pretrained(folder)
+        return
     config = Qwen3Config(
         vocab_size=101,
         hidden_size=32,
@@ -42,6 +47,7 @@ def dump(model, folder, version):
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         weights[name] = full.detach().to(torch.bfloat16).clone()
     if dist.get_rank() == 0:
+        weights = {name: bits.contiguous() for name, bits in revert_weight_conversion(model, weights).items()}
         Path(folder).mkdir(exist_ok=True)
         save_file(weights, Path(folder, f"{version}.safetensors"))
 
@@ -61,7 +67,7 @@ def build(base, *, hsdp, dtype):
 
 def step(model, optimizer, number):
     generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
-    tokens = torch.randint(0, 101, (2, 12), generator=generator)
+    tokens = torch.randint(0, model.config.vocab_size, (2, 12), generator=generator)
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
     optimizer.zero_grad()

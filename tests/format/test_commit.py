@@ -109,6 +109,8 @@ def test_parts_are_sorted_and_unique(fields, refuses, sealed) -> None:  # rule C
         Commit.from_bytes(sealed(fields | {"parts": fields["parts"][:1] * 2}), key=KEY)
     with refuses("C3", match="at most"):
         Commit.from_bytes(sealed(fields | {"parts": [{}] * (2**16 + 1)}), key=KEY)
+    with refuses("C3", match="at most"):
+        commit(parts=(ref(0),) * (2**16 + 1))
 
 
 def test_counts_add_up(fields, refuses, sealed) -> None:  # rule C4

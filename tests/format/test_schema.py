@@ -9,7 +9,7 @@ import time
 import pytest
 
 from torch_delta.format import Schema, TensorSpec
-from torch_delta.format.limits import MAX_TENSORS
+from torch_delta.format.limits import MAX_JSON_BYTES, MAX_TENSORS
 
 
 def table(*entries: dict) -> bytes:
@@ -64,6 +64,13 @@ def test_order(names, refuses) -> None:  # rule S2
 def test_too_many_tensors(refuses) -> None:  # rule S2
     with refuses("S2"):
         Schema.from_bytes(b'{"tensors":[' + b"0," * MAX_TENSORS + b"0]}")
+    with refuses("S2", match=f"at most {MAX_TENSORS} tensors"):
+        Schema((TensorSpec("w", "BF16", ()),) * (MAX_TENSORS + 1))
+
+
+def test_a_large_schema_is_refused_before_it_is_hashed(refuses) -> None:  # rule J5
+    with refuses("J5"):
+        Schema.from_bytes(bytes(MAX_JSON_BYTES + 1), schema_id="0" * 64)
 
 
 @pytest.mark.parametrize("name", ["", "x" * 513, "é" * 257, "__metadata__", "a\x00b", "a\nb", "a\u2028b", "\u202ea"])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch_delta.errors import FormatError
 from torch_delta.format import seal, unseal
 from torch_delta.format.limits import MAX_JSON_BYTES
+from torch_delta.format.sealed import load_json
 
 # sha256 of the two bytes {}
 EMPTY = b"{}\n44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a\n"
@@ -99,6 +100,15 @@ def test_deep_nesting(refuses, sealed) -> None:  # rule J4
         unseal(sealed('{"a":' + '{"a":' * 100_000 + "1" + "}" * 100_001), key="x")
     with refuses("J4"):
         unseal(sealed('{"a":' + "[" * 100_000 + "]" * 100_000 + "}"), key="x")
+    assert "a" in unseal(sealed('{"a":' * 16 + "1" + "}" * 16), key="x")
+    with refuses("J4"):
+        unseal(sealed('{"a":' * 17 + "1" + "}" * 17), key="x")
+    too_deep: dict = {}
+    for _ in range(16):
+        too_deep = {"a": too_deep}
+    with refuses("J4"):
+        seal(too_deep)
+    assert unseal(seal(too_deep["a"]), key="x") == too_deep["a"]
 
 
 def test_large_objects_are_refused_before_they_are_hashed(refuses) -> None:  # rule J5
@@ -106,6 +116,10 @@ def test_large_objects_are_refused_before_they_are_hashed(refuses) -> None:  # r
         unseal(EMPTY, key="x", max_bytes=len(EMPTY) - 1)
     with refuses("J5"):
         unseal(bytes(MAX_JSON_BYTES + 1), key="x")
+    with refuses("J5"):
+        load_json(b'{"a":1}', key="x", max_bytes=6)
+    with refuses("J5"):
+        seal({"a": "x" * MAX_JSON_BYTES})
 
 
 def test_half_a_surrogate_pair(refuses, sealed) -> None:  # rule J7

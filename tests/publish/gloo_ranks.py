@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
-from tests.publish.sources import ArraySource, edit, rows
+from tests.publish.sources import SCHEMA, ArraySource, edit, rows
 from tests.publish.support import config
+from torch_delta.capture.tensorsource import TensorSource
 from torch_delta.errors import BaseMismatch
 from torch_delta.publish import attach_source
 
@@ -27,6 +30,25 @@ def publish_three(rank, root):
         publisher.anchor()
         second.wait()
     return [report.version, second.version, report.num_changed]
+
+
+def publish_a_walk(rank, root, base):
+    """Every rank walks full (name, tensor) pairs, as a framework's weight source yields them; each sends its share."""
+    state = ArraySource()
+    kinds = {"BF16": (np.int16, torch.bfloat16), "F32": (np.int32, torch.float32)}
+
+    def walk():
+        for spec in SCHEMA.tensors:
+            integer, kind = kinds[spec.dtype]
+            yield spec.name, torch.from_numpy(state.live[spec.name].view(integer)).view(kind)
+
+    source = TensorSource(walk, SCHEMA)
+    owned = [SCHEMA.tensors[item.tensor].name for item in source.owned]
+    with attach_source(source, root, base=base, config=config()) as publisher:
+        for seed in (1, 2):
+            edit(state, seed)
+            publisher.wait(publisher.publish())
+    return owned
 
 
 def publish_on_a_subgroup(rank, root):

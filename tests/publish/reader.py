@@ -19,7 +19,7 @@ from tests.codec import packed_oracle
 if TYPE_CHECKING:
     from pathlib import Path
 
-WIDTH = {"BF16": 2, "F32": 4, "U8": 1, "U32": 4, "U64": 8}
+WIDTH = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I8": 1, "I64": 8, "U8": 1, "U32": 4, "U64": 8}
 ENCODINGS = {1: "coo", 2: "xor", 3: "dense", 4: "packed"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import numpy as np
@@ -10,9 +11,17 @@ import pytest
 from tests.publish import reader
 from tests.publish.sources import SCHEMA, ArraySource, edit, edited, initial, rows, same, write_checkpoint
 from tests.publish.support import config, open_rank, run_threads
-from torch_delta.errors import BaseMismatch, CaptureError, FormatError, StoreUnavailable, TorchDeltaError
+from torch_delta.errors import (
+    BaseMismatch,
+    CaptureError,
+    FormatError,
+    StoreUnavailable,
+    TorchDeltaError,
+    UnsupportedFormat,
+)
 from torch_delta.format.schema import Schema, TensorSpec
 from torch_delta.publish import attach_source
+from torch_delta.publish.attaching import _prepare
 from torch_delta.publish.base import open_base
 
 
@@ -133,6 +142,22 @@ def test_a_hub_id_is_found_in_the_cache_when_offline(tmp_path, monkeypatch):
             FormatError,
             "names 'gone.safetensors', which is not in the folder",
         ),
+        (
+            lambda path: (
+                (path / "model.safetensors").rename(path / "one.safetensors")
+                and (path / "model.safetensors.index.json").write_text("[]")
+            ),
+            FormatError,
+            'not an index with a "weight_map"',
+        ),
+        (
+            lambda path: (
+                (path / "model.safetensors").rename(path / "one.safetensors")
+                and (path / "two.safetensors").write_bytes((path / "one.safetensors").read_bytes())
+            ),
+            FormatError,
+            r"tensor '\S+' is in one.safetensors and in two.safetensors",
+        ),
     ],
 )
 def test_a_damaged_base_is_named(tmp_path, damage, error, said):
@@ -203,6 +228,27 @@ def test_a_stream_of_other_tensors_is_refused(tmp_path):
         attach_source(source, tmp_path, config=config())
 
 
+@pytest.mark.parametrize(
+    "future", [{"format_version": [2, 0]}, {"required_features": ["teleport"]}], ids=["format", "feature"]
+)
+def test_a_stream_of_the_future_is_not_continued(tmp_path, future):
+    # rule R1: a writer that does not know all of a stream's rules would break them
+    attach_source(ArraySource(), tmp_path, config=config()).close()
+    path = tmp_path / "stream.json"
+    stored = path.read_bytes()
+    line = json.dumps(json.loads(stored.split(b"\n")[0]) | future).encode()
+    path.write_bytes(line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n")
+
+    def rank_main(rank, team):
+        with pytest.raises(UnsupportedFormat, match=r"2\.0|teleport"):
+            open_rank(rank, team, tmp_path)
+
+    run_threads(2, rank_main)
+    assert reader.versions(tmp_path) == []
+    path.write_bytes(stored)
+    attach_source(ArraySource(), tmp_path, config=config()).close()
+
+
 def test_a_folder_with_something_else_in_it_is_refused(tmp_path):
     (tmp_path / "stream.json").write_text(json.dumps({"format": "somebody else's"}))
     with pytest.raises(FormatError):
@@ -241,6 +287,19 @@ def test_ranks_that_publish_different_tensors_are_refused(tmp_path):
         source = ArraySource(owned=rows(rank, 2), schema=other if rank else SCHEMA)
         with pytest.raises(CaptureError, match="ranks 0 and 1 publish different tensors"):
             open_rank(rank, team, tmp_path, source=source)
+
+    run_threads(2, rank_main)
+
+
+def test_hosts_with_different_bases_are_refused(tmp_path):
+    # F56: a folder of the same name on every host, and not the same checkpoint in it
+    state = initial()
+    state["b.bias"] = state["b.bias"][:3]
+    bases = [write_checkpoint(tmp_path / "a" / "base", initial()), write_checkpoint(tmp_path / "b" / "base", state)]
+
+    def rank_main(rank, team):
+        with pytest.raises(BaseMismatch, match=r"ranks 0 and 1 see different tensors in the base .*base"):
+            _prepare(team, tmp_path / "s", bases[rank], config())
 
     run_threads(2, rank_main)
 

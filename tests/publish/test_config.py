@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from torch_delta.config import PublishConfig
+from torch_delta.config import PublishConfig, RetentionConfig
 
 
 @pytest.mark.parametrize(
@@ -31,11 +31,30 @@ from torch_delta.config import PublishConfig
         ({"anchor_every": 0}, "anchor_every is 0"),
         ({"anchor_file_bytes": 0}, "anchor_file_bytes is 0"),
         ({"max_reports": 0}, "max_reports is 0"),
+        ({"on_restart": "hope"}, "on_restart is 'hope'"),
+        ({"receiver_bytes_per_s": 0.0}, "receiver_bytes_per_s is 0.0"),
+        ({"anchor_share": 0.0}, "anchor_share is 0.0"),
+        ({"anchor_least_s": -1.0}, "anchor_least_s is -1.0"),
+        ({"alive_s": -1}, "alive_s is -1"),
     ],
 )
 def test_a_bad_field_is_named(change, named):
     with pytest.raises(ValueError, match=named):
         PublishConfig(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"keep_anchors": 1}, "keep_anchors is 1; expected at least 2"),
+        ({"grace_s": float("nan")}, "grace_s is nan"),
+        ({"claim_s": 0}, "claim_s is 0"),
+        ({"budget_bytes": -1}, "budget_bytes is -1"),
+    ],
+)
+def test_a_bad_field_of_retention_is_named(change, named):
+    with pytest.raises(ValueError, match=named):
+        RetentionConfig(**change)
 
 
 def test_defaults_are_valid_and_frozen():

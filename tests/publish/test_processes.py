@@ -22,6 +22,15 @@ def test_gloo_ranks_publish(tmp_path):
     assert same(reader.replay(tmp_path / "two", initial())[3], edited([11, 12, 13]))
 
 
+def test_ranks_publish_a_walk_over_full_tensors(tmp_path):
+    base = write_checkpoint(tmp_path / "base", initial())
+    shares = run_ranks(gloo_ranks.publish_a_walk, 2, root=str(tmp_path / "s"), base=str(base))
+    assert sorted(shares[0] + shares[1]) == ["a.weight", "b.bias", "c.scale"]
+    assert all(shares)
+    states = reader.replay(tmp_path / "s", initial())
+    assert [same(state, edited(range(1, version + 1))) for version, state in enumerate(states)] == [True] * 3
+
+
 def test_a_subgroup_publishes(tmp_path):
     assert run_ranks(gloo_ranks.publish_on_a_subgroup, 3, root=str(tmp_path)) == [None, 1, 1]
     assert same(reader.replay(tmp_path, initial())[1], edited([1]))

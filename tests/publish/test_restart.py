@@ -14,7 +14,7 @@ from tests.publish import reader
 from tests.publish.sources import ArraySource, edit, edited, initial, rows, same, write_checkpoint
 from tests.publish.support import config, open_rank, run_threads
 from torch_delta import crashpoints
-from torch_delta.errors import BaseMismatch, Fenced
+from torch_delta.errors import BaseMismatch, ChainError, Fenced
 from torch_delta.publish import attach_source
 from torch_delta.publish.base import open_base
 from torch_delta.receive import Follower, LocalCheckpoint
@@ -156,6 +156,20 @@ def test_retention_that_took_the_newest_commit_is_no_obstacle(tmp_path, base) ->
     train(tmp_path / "run", base, [2], state=edited([1]))
     assert lineages(tmp_path / "run") == [tmp_path / "run"]
     assert reader.versions(tmp_path / "run") == [2]
+
+
+def test_where_the_newest_version_cannot_be_read_the_writer_says_how_to_go_on(tmp_path, base) -> None:
+    source = ArraySource()
+    with attach_source(source, str(tmp_path / "run"), base=base, config=config()) as publisher:
+        edit(source, 1)
+        publisher.publish()
+        publisher.anchor()
+    for path in [*(tmp_path / "run" / "commits").iterdir(), *(tmp_path / "run" / "anchors").glob("*.json")]:
+        path.write_bytes(path.read_bytes()[:-5]) if path.parent.name == "anchors" else path.unlink()
+    with pytest.raises(ChainError, match=r"neither the commit nor an anchor of version 1.* publish to a new URL"):
+        train(tmp_path / "run", base, [2], state=edited([1]))
+    train(tmp_path / "new", None, [2], state=edited([1]))
+    assert reader.versions(tmp_path / "new") == [1]
 
 
 def test_nobody_waits_for_anybody_when_both_start_again(tmp_path, base) -> None:

@@ -167,6 +167,35 @@ def test_a_manifest_that_says_something_else(
     assert [path.name for path in place.iterdir()] == [".torch_delta"]
 
 
+def test_a_tensor_in_another_file_than_the_manifest_says(
+    trainer: Trainer, place: Path, rng: np.random.Generator
+) -> None:
+    # rule A4
+    trainer.step(rng)
+    key = trainer.anchor(1, num_files=2)
+    manifest = json.loads((trainer.root / key).read_bytes().split(b"\n")[0])
+    one, two = sorted(set(manifest["tensor_files"].values()))
+    swapped = {name: one if file == two else two for name, file in manifest["tensor_files"].items()}
+    trainer.put(key, sealed({**manifest, "tensor_files": swapped}))
+    with pytest.raises(FormatError, match=r"lies in .*, it says .*A4") as caught:
+        pull(str(trainer.root), place, timeout_s=5)
+    assert (caught.value.rule, caught.value.key) == ("A4", key)
+    assert LocalCheckpoint(place).version is None
+    trainer.anchor(1)
+    pull(str(trainer.root), place, timeout_s=5)
+    trainer.assert_at(place, 1)
+
+
+def test_an_anchor_of_version_0_that_is_not_the_base(trainer: Trainer, place: Path, base: Path) -> None:
+    # rule A2
+    key = trainer.anchor(0, digests="00" * 16 * 7)
+    with pytest.raises(FormatError, match="not those of the stream's base") as caught:
+        pull(str(trainer.root), place, version=0, timeout_s=5)
+    assert (caught.value.rule, caught.value.key) == ("A2", key)
+    pull(str(trainer.root), place, version=0, base=base, timeout_s=5)
+    trainer.assert_at(place, 0)
+
+
 def test_files_that_are_not_what_a_truthful_looking_manifest_says(
     trainer: Trainer, place: Path, rng: np.random.Generator
 ) -> None:
@@ -182,7 +211,7 @@ def test_files_that_are_not_what_a_truthful_looking_manifest_says(
     assert LocalCheckpoint(place).version is None
 
 
-@pytest.mark.parametrize("name", ["../../evil", "/evil", "sub/evil", ".evil"])
+@pytest.mark.parametrize("name", ["../../evil", "/evil", "sub/evil", ".evil", "evil\0"])
 def test_a_hostile_file_name_in_a_manifest(trainer: Trainer, place: Path, rng: np.random.Generator, name: str) -> None:
     trainer.step(rng)
     key = trainer.anchor(1)
@@ -208,9 +237,14 @@ def test_an_anchor_of_version_0_written_before_the_stream(
     trainer.assert_at(place, 1)
 
 
+@pytest.mark.parametrize("beside", ["nothing", "another stream"])
 def test_a_successor_that_is_not_there_is_an_error(
-    trainer: Trainer, base: Path, place: Path, rng: np.random.Generator
+    trainer: Trainer, base: Path, place: Path, rng: np.random.Generator, beside: str
 ) -> None:
+    from tests.receive.handmade import small_trainer
+
+    if beside == "another stream":
+        other = small_trainer(trainer.root.with_name("run-8")).start()
     for _ in range(3):
         trainer.step(rng)
     trainer.put(
@@ -231,9 +265,11 @@ def test_a_successor_that_is_not_there_is_an_error(
     seen = []
     with (
         Follower(str(trainer.root), poll_interval_s=0.01) as follower,
-        pytest.raises(ChainError, match="run-8") as caught,
+        pytest.raises(ChainError, match="'run-8' beside it, but") as caught,
     ):
         seen += [report.version for report in follower.apply_to(checkpoint, timeout_s=10)]
     assert caught.value.successor == "run-8"
+    if beside == "another stream":
+        assert (caught.value.expected, caught.value.got) == ("cd" * 16, other.stream_id)
     assert checkpoint.version == 2, "version 3 is not part of the history that goes on"
     trainer.assert_at(place, 2)

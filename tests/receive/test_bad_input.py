@@ -312,9 +312,17 @@ def test_no_base_no_anchor(trainer: Trainer, place: Path, rng: np.random.Generat
         pull(str(trainer.root), place)
 
 
-def test_a_base_that_is_nowhere(place: Path) -> None:
+def test_a_base_that_is_nowhere(place: Path, monkeypatch: pytest.MonkeyPatch, base: Path, trainer: Trainer) -> None:
+    import huggingface_hub.constants
+
     with pytest.raises(StoreUnavailable, match="no such folder"):
         LocalCheckpoint(place, base="/no/such/folder")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(place.with_name("cache")))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(StoreUnavailable, match="'nobody/nothing' is no folder here, and could not be had from the Hub"):
+        LocalCheckpoint(place, base="nobody/nothing")
+    LocalCheckpoint(place, base=base)
+    trainer.assert_at(place, 0)
 
 
 # -- this host ------------------------------------------------------------------------
@@ -429,6 +437,29 @@ def rot(checkpoint: LocalCheckpoint, name: str) -> None:
     with path.open("r+b") as stream:
         stream.seek(at)
         stream.write(bytes([data[at] ^ 1]))
+
+
+def test_a_record_of_another_release(checkpoint: LocalCheckpoint) -> None:
+    import json
+
+    path = checkpoint.path / ".torch_delta" / "state.json"
+    fields = json.loads(path.read_bytes().split(b"\n")[0])
+    for change, match in (
+        ({"format_version": 99}, r"written by another release \(state format 99, .*start in an empty folder"),
+        ({"version": "1"}, "version is '1', expected int"),
+    ):
+        path.write_bytes(sealed({**fields, **change}))
+        with pytest.raises(FormatError, match=match):
+            LocalCheckpoint(checkpoint.path).verify()
+    path.write_bytes(sealed(fields))
+    assert LocalCheckpoint(checkpoint.path).verify().version == 1
+
+
+def test_a_checkpoint_that_follows_nothing_yet(base: Path, place: Path, trainer: Trainer) -> None:
+    checkpoint = LocalCheckpoint(place, base=base)
+    with pytest.raises(ChainError, match="follows no stream yet; apply one with a Follower first"):
+        _ = checkpoint.schema
+    trainer.assert_at(place, 0)
 
 
 @pytest.mark.parametrize("name", ["state.json", "schema.json"])

@@ -118,6 +118,37 @@ def test_killed_again_while_recovering(tmp_path: Path, place: Path) -> None:
     check_whole(trainer, place, lowest=1)
 
 
+@pytest.mark.parametrize("loss", ["gone", "of another version", "cut off"])
+def test_half_written_weights_without_their_patch_are_said_to_be_damaged(
+    tmp_path: Path, place: Path, loss: str
+) -> None:
+    # F07: nothing on this host can complete them; an anchor can replace them
+    trainer = small_trainer(tmp_path / "stream").start()
+    base = trainer.checkpoint(tmp_path / "base", 0)
+    trainer.step(np.random.default_rng(3), density=0.5)
+    assert pull_and_die(trainer, place, "receive.tensor_written:2:kill", base=base, version=1)
+    (patch,) = (place / ".torch_delta" / "patches").iterdir()
+    if loss == "gone":
+        patch.unlink()
+    elif loss == "cut off":
+        os.truncate(patch, patch.stat().st_size - 3)
+    else:
+        other = tmp_path / "other"
+        trainer.step(np.random.default_rng(4))
+        pull(str(trainer.root), other, base=base, version=2)
+        (found,) = (path for path in (other / ".torch_delta" / "patches").iterdir() if path.name != patch.name)
+        shutil.copy(found, patch)
+    checkpoint = LocalCheckpoint(place)
+    assert "half written" in checkpoint.damage
+    with pytest.raises(DigestMismatch, match="cannot be used"), checkpoint.reading():
+        pass
+    with pytest.raises(ChainError, match="no path"):
+        pull(str(trainer.root), place, timeout_s=5)
+    trainer.anchor()
+    assert pull(str(trainer.root), place).damage == ""
+    trainer.assert_at(place, trainer.version)
+
+
 def test_without_fsync_a_version_costs_no_sync_and_a_killed_process_is_still_repaired(
     tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

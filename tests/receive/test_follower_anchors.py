@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.receive.handmade import Slice, Trainer, read_folder
+from tests.receive.handmade import Slice, Trainer, read_folder, sealed
 from torch_delta import crashpoints
 from torch_delta.config import RetentionConfig
+from torch_delta.errors import ChainError
 from torch_delta.receive import LocalCheckpoint, pull
 from torch_delta.receive.anchoring import upload_anchor
 from torch_delta.store import LocalStore
@@ -34,6 +36,20 @@ def folder_of(trainer: Trainer, manifest: AnchorManifest) -> Path:
 def followed(trainer: Trainer, tmp_path: Path, place: Path) -> LocalCheckpoint:
     """A checkpoint in three files, at the newest version."""
     return pull(str(trainer.root), place, base=trainer.checkpoint(tmp_path / "three", 0, num_files=3))
+
+
+def test_a_checkpoint_of_another_history_makes_no_anchor(
+    trainer: Trainer, tmp_path: Path, place: Path, rng: np.random.Generator
+) -> None:
+    # rule A2: the commit of its version is not the one this folder took
+    trainer.step(rng)
+    checkpoint = followed(trainer, tmp_path, place)
+    path = trainer.root / f"commits/{1:020d}.json"
+    path.write_bytes(sealed({**json.loads(path.read_bytes().split(b"\n")[0]), "info": {"somebody": "else"}}))
+    with pytest.raises(ChainError, match="version 1 is another commit than the one this checkpoint is at"):
+        upload_anchor(checkpoint, Stream(LocalStore(trainer.root)))
+    assert not (trainer.root / "anchors").exists()
+    trainer.assert_at(place, 1)
 
 
 class Refusing(FaultyStore):

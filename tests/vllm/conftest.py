@@ -9,7 +9,9 @@ import pytest
 
 from tests.lanes import HAS_VLLM
 from tests.vllm.engines import Engine, prepare_environment
-from tests.vllm.tiny import PARAMETERS_ONLY, write_checkpoint
+from tests.vllm.rig import Rig
+from tests.vllm.stand_ins import write_toy_checkpoint
+from tests.vllm.tiny import PARAMETERS_ONLY, Versions, write_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -75,3 +77,20 @@ def engine() -> Iterator[Callable[..., Engine]]:
     yield start
     for one in reversed(started):
         one.close()
+
+
+@pytest.fixture
+def toy_base(tmp_path: Path) -> Path:
+    """A checkpoint that no model can be built from, for tests without vLLM."""
+    return write_toy_checkpoint(tmp_path / "base")
+
+
+@pytest.fixture
+def rig(tmp_path: Path, toy_base: Path) -> Iterator[Rig]:
+    """A replica's surroundings: a stream that starts at `toy_base`, and nothing running yet."""
+    with Versions(toy_base, tmp_path / "stream") as versions:
+        rig = Rig(tmp_path, toy_base, versions)
+        try:
+            yield rig
+        finally:
+            rig.close()

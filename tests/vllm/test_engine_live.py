@@ -231,10 +231,47 @@ def test_the_cache_reset_is_checked(running: Following, monkeypatch: pytest.Monk
     assert running.llm.get_weight_version() == str(version + 1)
 
 
+def test_a_fork_before_the_version_it_serves_is_followed_by_a_reload(running: Following, environment: Path) -> None:
+    """A trainer takes over from an older version; what the engine serves meanwhile was given up (rules N6, L6)."""
+    # rules N6, L6
+    versions = running.versions
+    versions.sparse(21)
+    left = versions.sparse(22)
+    running.to_newest()
+    before = running.status()
+    assert (before["version"], before["ready"]) == (left, True)
+    versions.restart(left - 2)
+    versions.sparse(23)
+    versions.dense(24, names=["model.layers.1.self_attn.q_proj.weight", "model.norm.weight"])
+    running.llm.collective_rpc("torch_delta_prepare", args=({"version": 2},))
+    status = running.settled(
+        lambda status: status["stream_id"] != before["stream_id"] and status["prepared"] == versions.version
+    )
+    assert status["error"] is None
+    assert (status["version"], status["ready"], status["plan"]) == (None, False, "reload"), "it serves no version of it"
+    assert running.engine.greedy([[1, 2, 3]]), "and goes on serving what it had"
+    running.update(2)
+    status = running.status()
+    assert (status["version"], status["ready"], status["last_apply"]["kind"]) == (2, True, "reload")
+    assert status["stream_id"] not in {None, before["stream_id"]}
+    assert running.llm.get_weight_version() == "2"
+    with Engine(versions.write(2, environment / "forked"), delta=True) as fresh:
+        assert differing(running.engine.parameters(), fresh.parameters()) == []
+        assert running.engine.greedy() == fresh.greedy()
+    versions.sparse(25)  # from there on it is a stream like any other
+    running.to_newest()
+    assert running.status()["last_apply"]["kind"] == "patch"
+    patched = running.engine.parameters()
+    running.update(3, mode="reload")
+    assert differing(patched, running.engine.parameters()) == []
+
+
+@pytest.mark.parametrize(("family", "options"), [("llama", {}), ("qwen3", {"seed": 1})], ids=["model", "base"])
 def test_another_stream_is_refused_and_the_server_goes_on(
-    running: Following, environment: Path, checkpoint: Callable[..., Path]
+    running: Following, environment: Path, checkpoint: Callable[..., Path], family: str, options: dict[str, Any]
 ) -> None:
-    with Versions(checkpoint("llama"), environment / "another") as another:
+    """Of another model, and of the same one from other weights."""
+    with Versions(checkpoint(family, **options), environment / f"another-{family}") as another:
         status = Following(running.engine, another).init()
     assert status["error"]["type"] == "BaseMismatch"
     assert (status["attached"], status["ready"]) == (False, False)

@@ -59,8 +59,9 @@ class Engine:
         return self.settled(lambda status: status["attached"])
 
     def prepared(self, version: int) -> list[dict[str, Any]]:
-        self.call(lambda rank: rank.prepare({"version": version}))
-        return self.settled(lambda status: status["prepared"] == version)
+        said = self.call(lambda rank: rank.prepare({"version": version}))
+        asked = max(reply["request"] for reply in said)  # an earlier preparation of the version is no answer to it
+        return self.settled(lambda status: status["answered"] >= asked and status["prepared"] == version)
 
     def update(self, version: int, **request: Any) -> list[dict[str, Any] | None]:
         def one(rank: Replica) -> dict[str, Any] | None:

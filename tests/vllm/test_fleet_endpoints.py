@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from torch_delta.errors import RequestRefused
-from torch_delta.vllm import endpoints_control
+from torch_delta.vllm import endpoints_control, endpoints_workers
 from torch_delta.vllm.endpoints import EndpointPlugin
 from torch_delta.vllm.endpoints_calls import EngineCalls, why_not
 from torch_delta.vllm.endpoints_control import Controller
@@ -303,8 +303,8 @@ def test_a_server_that_cannot_follow_says_why_and_answers_its_status() -> None:
 
 
 def test_prepare_waits_until_every_worker_has_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints_control, "_POLL_S", 0.001)
-    monkeypatch.setattr(endpoints_control, "_MARGIN_S", 0.0)
+    monkeypatch.setattr(endpoints_workers, "_POLL_S", 0.001)
+    monkeypatch.setattr(endpoints_workers, "_MARGIN_S", 0.0)
 
     async def scenario() -> None:
         calls = FakeCalls()

@@ -18,6 +18,7 @@ from tests.lanes import HAS_VLLM
 from tests.vllm.folder_bucket import FolderBucket
 from tests.vllm.servers import MODEL, Server
 from tests.vllm.tiny import Versions
+from torch_delta import crashpoints
 from torch_delta.errors import FleetFailed
 from torch_delta.vllm.fleet import Fleet, FleetConfig
 
@@ -78,6 +79,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Pa
 def both(world: World) -> Iterator[tuple[Server, Server]]:
     """Started side by side: most of a start is waiting."""
     own = {"TORCH_DELTA_STREAM": STREAM, "TORCH_DELTA_AUTO_FOLLOW": "1", "TORCH_DELTA_AUTO_APPLY": "1"}
+    own[crashpoints.ENVIRONMENT] = "vllm.reload_begun:1:kill"  # the last test asks it for a reload, and nothing before
     with ThreadPoolExecutor(2) as pool:
         starting = [pool.submit(world.start, "serving"), pool.submit(world.start, "following", **own)]
     servers = [future.result() for future in starting]
@@ -398,31 +400,42 @@ def test_an_unreachable_store_and_a_strange_stream_are_named_and_the_server_goes
         goes_on(serving, version, outputs)
     finally:
         world.bucket.answering = True
-    other = checkpoint("qwen3", hidden_size=96)
-    with Versions(other, world.folder / "bucket" / "strange") as strange:
-        strange.sparse(1)
-        with Fleet([serving.url], token=TOKEN, stream="s3://bucket/strange") as astray:
-            with pytest.raises(FleetFailed) as caught:
-                astray.update(1)
-            assert "shape" in str(caught.value) or "tensor" in str(caught.value)
-    assert serving.greedy() == outputs
-    assert serving.get("/is_paused")[1] == {"is_paused": False}
+    for name, options, says in [
+        ("strange", {"hidden_size": 96}, "does not hold the tensors of the stream"),
+        ("astray", {"seed": 1}, "is not the base of stream"),  # the right names and shapes, of another run
+    ]:
+        other = checkpoint("qwen3", **options)
+        with Versions(other, world.folder / "bucket" / name) as strange:
+            strange.sparse(1)
+            with Fleet([serving.url], token=TOKEN, stream=f"s3://bucket/{name}") as astray:
+                with pytest.raises(FleetFailed) as caught:
+                    astray.update(1)
+                assert says in str(caught.value)
+        assert serving.greedy() == outputs
+        assert serving.get("/is_paused")[1] == {"is_paused": False}
     fleet.update(newer)  # back to its own stream: the same server follows on
     assert worker(serving)["version"] == newer
 
 
-def test_a_killed_server_is_left_out_and_catches_up_when_it_is_back(
+def test_a_server_that_dies_in_a_reload_is_left_out_and_catches_up_when_it_is_back(
     world: World, both: tuple[Server, Server], fresh
 ) -> None:
+    """Its engine is killed at the crash point between the decision to reload and the first tensor."""
     serving, following = both
     with Fleet([serving.url, following.url], token=TOKEN, stream=STREAM) as fleet:
         version = world.versions.sparse(71)
         assert sorted(fleet.update(version).reports) == sorted([serving.url, following.url])
-        following.kill()
         version = world.versions.dense(72)
-        report = fleet.update(version)
+        with Fleet(
+            [serving.url, following.url],
+            token=TOKEN,
+            stream=STREAM,
+            config=FleetConfig(mode="reload", resume_timeout_s=5),
+        ) as reloading:
+            report = reloading.update(version)
         assert list(report.failures) == [following.url]
         assert report.reports[serving.url].version == version
+        following.process.wait(WAIT_S)  # vLLM's front end does not outlive its engine
         with world.start("again", TORCH_DELTA_STREAM=STREAM) as again:
             fleet.remove(following.url)
             fleet.add(again.url, wait_s=WAIT_S)

@@ -1,6 +1,6 @@
 """Compiled passes of capture on the host: compare, take what differs, and move the copy along, in one reading.
 
-Twins of the plain path in `sweep.py`, bit for bit (tests prove it); see `torch_delta.codec.kernels` for when a kernel
+Twins of the plain path in `sweep.py`, bit for bit (tests prove it); see `torch_delta.codec.compiling` for when a kernel
 is compiled and what becomes of it without numba.
 
 Masters are rounded in blocks of `BLOCK` elements, which stay in the first cache level (vectorised). Then 64 elements at
@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from torch_delta.codec import lanes
-from torch_delta.codec.kernels import Kernel, view
+from torch_delta.codec.compiling import Kernel, view
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch_delta.codec.compiling import Build, Source
 
 BLOCK: Final = 4096
 """Elements per block."""
@@ -60,8 +62,8 @@ def _block_of(numba: Any) -> Callable[..., Any]:
     return compiled
 
 
-def _sweep(width: int) -> Callable[[Any], Callable[..., Any]]:
-    def build(numba: Any) -> Callable[..., Any]:
+def _sweep(width: int) -> Build:
+    def build(numba: Any) -> Source:
         block = _block_of(numba)
 
         def sweep(now, before, index, old, new):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
@@ -70,13 +72,12 @@ def _sweep(width: int) -> Callable[[Any], Callable[..., Any]]:
         types, name = numba.types, f"uint{8 * width}"
         found = [types.Array(types.int32, 1, "C"), *[types.Array(getattr(types, name), 1, "C")] * 2]
         signature = types.int64(view(numba, name), _writable(numba, name), *found)
-        compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(sweep)
-        return compiled
+        return sweep, [signature]
 
     return build
 
 
-def _sweep_masters(numba: Any) -> Callable[..., Any]:
+def _sweep_masters(numba: Any) -> Source:
     block = _block_of(numba)
 
     def sweep(masters, nan_bits, rounded, before, index, old, new):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0917
@@ -105,11 +106,10 @@ def _sweep_masters(numba: Any) -> Callable[..., Any]:
         halves,
         halves,
     )
-    compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(sweep)
-    return compiled
+    return sweep, [signature]
 
 
-def _gate(numba: Any) -> Callable[..., Any]:
+def _gate(numba: Any) -> Source:
     def gate(index, bitmap, fresh):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         count = np.int64(0)
         for i in range(index.size):
@@ -125,8 +125,7 @@ def _gate(numba: Any) -> Callable[..., Any]:
     positions = types.Array(types.int64, 1, "C")
     bitmap = types.Array(types.uint8, 1, "C")
     signatures = [types.int64(view(numba, kind), bitmap, positions) for kind in ("int32", "int64")]
-    compiled: Callable[..., Any] = numba.njit(signatures, nogil=True)(gate)
-    return compiled
+    return gate, signatures
 
 
 SWEEP = {width: Kernel(_sweep(width)) for width in (1, 2, 4, 8)}

@@ -156,7 +156,11 @@ def _add_gc(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
     command.add_argument("--dry-run", action="store_true", help="only say what would be deleted; nothing is written")
     command.add_argument(
-        "--keep-anchors", type=_count, default=2, metavar="N", help="newest anchors that stay, at least 2 (default: 2)"
+        "--keep-anchors",
+        type=_anchors,
+        default=2,
+        metavar="N",
+        help="newest anchors that stay, at least 2 (default: 2)",
     )
     command.add_argument(
         "--grace",
@@ -201,6 +205,14 @@ def _count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is negative")
+    return value
+
+
+def _anchors(text: str) -> int:
+    """With one anchor alone, a reader that is at work would lose what it needs (rule L1)."""
+    value = _count(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError(f"{text} is too few: at least 2 anchors stay")
     return value
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 from typing import TYPE_CHECKING
 
+from torch_delta.cli.metered import Metered
 from torch_delta.cli.run import OK
 from torch_delta.cli.steps import Steps
 from torch_delta.errors import TorchDeltaError
@@ -25,10 +26,10 @@ def run(arguments: argparse.Namespace, store: Store, output: Output) -> int:
     """Keep `arguments.path` current until `arguments.until`, or for ever."""
     with output.working(f"opening {arguments.path}"):
         checkpoint = LocalCheckpoint(arguments.path, base=arguments.base)
-    steps = Steps(output)
-    with checkpoint, Follower(store) as follower:
-        for report in follower.apply_to(checkpoint, until=arguments.until, timeout_s=arguments.timeout):
-            steps.show(report)
+    metered = Metered(store)
+    with checkpoint, Follower(metered) as follower:
+        reports = follower.apply_to(checkpoint, until=arguments.until, timeout_s=arguments.timeout)
+        for report in Steps(output).taken(reports, metered):
             if arguments.hook is not None:
                 run_hook(arguments.hook, checkpoint.path, report.version, as_json=output.as_json)
     return OK

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch_delta.cli.metered import Metered
 from torch_delta.cli.output import human_bytes
 from torch_delta.cli.run import OK
 from torch_delta.cli.steps import Steps
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 def run(arguments: argparse.Namespace, store: Store, output: Output) -> int:
     """Bring `arguments.path` to version `arguments.at`, or to the newest."""
-    with Follower(store) as follower:
+    metered = Metered(store)
+    with Follower(metered) as follower:
         head = follower.head()
         target = head if arguments.at is None else arguments.at
         if target > head:
@@ -33,9 +35,9 @@ def run(arguments: argparse.Namespace, store: Store, output: Output) -> int:
         with output.working(f"opening {arguments.path}"):
             checkpoint = LocalCheckpoint(arguments.path, base=arguments.base, timeout_s=arguments.timeout)
         with checkpoint:
-            steps = Steps(output)
-            for report in follower.apply_to(checkpoint, until=target, timeout_s=arguments.timeout):
-                steps.show(report)
+            reports = follower.apply_to(checkpoint, until=target, timeout_s=arguments.timeout)
+            for _ in Steps(output).taken(reports, metered):
+                pass
             size_bytes = sum(checkpoint.schema.tensors[index].nbytes for index in checkpoint.schema.data_indices)
             with output.progress("verifying every byte", size_bytes) as advance:
                 proved = checkpoint.verify(on_bytes=advance)

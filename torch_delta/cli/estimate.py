@@ -16,9 +16,9 @@ from torch_delta.cli.bound import TensorBound
 from torch_delta.codec import encode_changes
 from torch_delta.codec.bits import gather
 from torch_delta.codec.change import Change
+from torch_delta.codec.compiling import compiling_s
 from torch_delta.codec.decode import decode_frame
 from torch_delta.codec.diff import diff
-from torch_delta.codec.kernels import compiling_s
 from torch_delta.codec.packed.reduced import reduce_change
 from torch_delta.format.part import PartHeader, encode_part
 

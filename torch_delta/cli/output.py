@@ -64,8 +64,13 @@ class Output:
         self._console.print(table)
 
     @contextlib.contextmanager
-    def progress(self, task: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-        """A bar over bytes on a terminal; yields the function that advances it."""
+    def progress(self, task: str, total_bytes: int | None) -> Iterator[Callable[[int], None]]:
+        """A bar over bytes on a terminal; yields the function that advances it, which any thread may call.
+
+        Args:
+            task: what is being done, in a few words.
+            total_bytes: of all of it; None if nobody can tell: then the bar shows how much is done and that it goes on.
+        """
         bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 from torch_delta.cli.output import human_bytes, times_smaller
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch_delta.cli.metered import Metered
     from torch_delta.cli.output import Output
     from torch_delta.receive import ApplyReport
 
@@ -22,6 +25,22 @@ class Steps:
     def __init__(self, output: Output) -> None:
         self._output = output
         self._num_shown = 0
+
+    def taken(self, reports: Iterator[ApplyReport], store: Metered) -> Iterator[ApplyReport]:
+        """Show reports as they come, and before each one a bar over what is read of the stream until then.
+
+        Args:
+            reports: of a follower.
+            store: that the follower reads.
+        """
+        while True:
+            # Ended before a line is printed, so that bar and table do not meet on the terminal.
+            with self._output.progress("following", None) as advance, store.telling(advance):
+                report = next(reports, None)
+            if report is None:
+                return
+            self.show(report)
+            yield report
 
     def show(self, report: ApplyReport) -> None:
         """One more report."""

@@ -1,90 +1,17 @@
-"""Compiled twins of the hot loops. numba is optional: without it the numpy code does everything, at reduced speed.
-
-Importing numba and compiling cost about a second per process, which a short run never earns back. So a kernel is
-compiled once its numpy twin has been given `WORTH_COMPILING` elements; both give the same bits, and tests prove it.
-All kernels release the GIL and take any alignment (weights lie where a file put them). Nothing is cached on disk:
-numba would write beside the sources.
-"""
+"""Compiled twins of the hot loops that read whole tensors: digests, comparing, rounding. See `compiling.py`."""
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from torch_delta.codec.compiling import WORTH_COMPILING, Kernel, view
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-_logger = logging.getLogger("torch_delta")
-_lock = threading.RLock()
-
-WORTH_COMPILING = 1 << 24
-"""Elements after which a kernel is compiled: some 30 ms of numpy work."""
+    from torch_delta.codec.compiling import Build, Source
 
 _U = np.uint64
-_spent_s: list[float] = []
-
-
-class Kernel:
-    """A function that is compiled once enough work has come by to repay it.
-
-    Thread-safe. The count may lose an update when threads race, which delays compiling by one call.
-    """
-
-    def __init__(self, build: Callable[[Any], Callable[..., Any]], worth: int = WORTH_COMPILING) -> None:
-        self._build = build
-        self._worth = worth
-        self._function: Callable[..., Any] | None = None
-        self._seen = 0
-
-    def get(self, num_elements: int) -> Callable[..., Any] | None:
-        """The compiled function, or None if numpy should do these elements."""
-        if self._function is None:
-            self._seen += num_elements
-            if self._seen >= self._worth:
-                return self.compile()
-        return self._function
-
-    def compile(self) -> Callable[..., Any] | None:
-        """Compile now; None if numba is not installed."""
-        with _lock:
-            if self._function is None:
-                started = time.perf_counter()
-                numba = _numba()
-                self._function = None if numba is None else self._build(numba)
-                _spent_s.append(time.perf_counter() - started)
-            return self._function
-
-
-def compiling_s() -> float:
-    """Seconds this process has spent on importing numba and compiling: what a measurement of the work leaves out."""
-    return sum(_spent_s)
-
-
-@cache
-def _numba() -> Any:
-    """The numba module or None; decided, and logged, once per process."""
-    try:
-        import numba
-    except ImportError as error:
-        # ImportError is also what numba raises for a numpy it does not support.
-        _logger.warning(
-            "codec: numba is not installed (%s), so encoding and decoding run at a fraction of their speed; "
-            "`pip install torch-delta[fast]` compiles the hot loops",
-            error,
-        )
-        return None
-    _logger.info("codec: hot loops compiled by numba %s", numba.__version__)
-    return numba
-
-
-def view(numba: Any, dtype: str) -> Any:
-    """Type of a 1-D contiguous array that is only read, at any alignment."""
-    return numba.types.Array(getattr(numba.types, dtype), 1, "C", readonly=True, aligned=False)
 
 
 def _splitmix64(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  compiled by numba, typed by its signature
@@ -94,8 +21,8 @@ def _splitmix64(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  com
     return x ^ (x >> _U(31))
 
 
-def _digest_rows(dtype: str) -> Callable[[Any], Callable[..., Any]]:
-    def build(numba: Any) -> Callable[..., Any]:
+def _digest_rows(dtype: str) -> Build:
+    def build(numba: Any) -> Source:
         splitmix64 = numba.njit(_splitmix64)
 
         def digest_rows(words, num_rows, row_length, start, stride, keys0, keys1):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0917
@@ -126,13 +53,12 @@ def _digest_rows(dtype: str) -> Callable[[Any], Callable[..., Any]]:
         types, keys = numba.types, view(numba, "uint64")
         counts = [types.int64] * 4
         signature = types.UniTuple(types.uint64, 2)(view(numba, dtype), *counts, keys, keys)
-        compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(digest_rows)
-        return compiled
+        return digest_rows, [signature]
 
     return build
 
 
-def _digest_delta(numba: Any) -> Callable[..., Any]:
+def _digest_delta(numba: Any) -> Source:
     splitmix64 = numba.njit(_splitmix64)
 
     def digest_delta(index, delta, keys0, keys1):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
@@ -147,12 +73,11 @@ def _digest_delta(numba: Any) -> Callable[..., Any]:
 
     types, keys = numba.types, view(numba, "uint64")
     signature = types.UniTuple(types.uint64, 2)(view(numba, "int64"), keys, keys, keys)
-    compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(digest_delta)
-    return compiled
+    return digest_delta, [signature]
 
 
-def _digest_changes(width: int) -> Callable[[Any], Callable[..., Any]]:
-    def build(numba: Any) -> Callable[..., Any]:
+def _digest_changes(width: int) -> Build:
+    def build(numba: Any) -> Source:
         splitmix64 = numba.njit(_splitmix64)
 
         def digest_changes(index, first, old, new, keys0, keys1):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0917
@@ -184,13 +109,12 @@ def _digest_changes(width: int) -> Callable[[Any], Callable[..., Any]]:
         bits = view(numba, f"uint{8 * width}")
         result = types.UniTuple(types.uint64, 4)
         signatures = [result(view(numba, kind), types.int64, bits, bits, keys, keys) for kind in ("uint32", "int64")]
-        compiled: Callable[..., Any] = numba.njit(signatures, nogil=True)(digest_changes)
-        return compiled
+        return digest_changes, signatures
 
     return build
 
 
-def _changed(numba: Any) -> Callable[..., Any]:
+def _changed(numba: Any) -> Source:
     def changed(old, new, per_word, num_bits, hit, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0917
         # Both loops store always and advance only on a difference: no branch that 1% of the words would mispredict.
         num_hit = np.int64(0)
@@ -210,11 +134,10 @@ def _changed(numba: Any) -> Callable[..., Any]:
     types, words = numba.types, view(numba, "uint64")
     scratch = types.Array(types.int32, 1, "C")
     signature = types.int64(words, words, types.int64, types.int64, scratch, scratch)
-    compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(changed)
-    return compiled
+    return changed, [signature]
 
 
-def _round_bf16(numba: Any) -> Callable[..., Any]:
+def _round_bf16(numba: Any) -> Source:
     def round_bf16(master, nan_bits, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         for i in range(master.size):
             bits = master[i]
@@ -225,8 +148,7 @@ def _round_bf16(numba: Any) -> Callable[..., Any]:
 
     types = numba.types
     signature = types.void(view(numba, "uint32"), types.uint32, types.Array(types.uint16, 1, "C"))
-    compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(round_bf16)
-    return compiled
+    return round_bf16, [signature]
 
 
 DIGEST_ROWS = {width: Kernel(_digest_rows(f"uint{8 * width}")) for width in (1, 2, 4)}

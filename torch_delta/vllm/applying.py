@@ -12,11 +12,12 @@ Runs in the worker's own thread while no forward pass does. Nothing here waits f
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch_delta.crashpoints import reach
-from torch_delta.errors import ApplyFailed, ChainError, DigestMismatch, RequestRefused, TorchDeltaError
-from torch_delta.vllm.records import Failure, How, Prepared
+from torch_delta.errors import ApplyFailed, DigestMismatch, TorchDeltaError
+from torch_delta.vllm.offers import make_offer, strongest
+from torch_delta.vllm.records import Failure, Prepared
 from torch_delta.vllm.tensors import tensors_of
 
 if TYPE_CHECKING:
@@ -33,16 +34,6 @@ if TYPE_CHECKING:
 RANKS_S = 120.0
 """Seconds a rank waits for the others inside the pause."""
 _READ_S = 60.0
-_STRENGTH: dict[How, int] = {"none": 0, "patch": 1, "mixed": 2, "reload": 3}
-
-
-class _Offer(NamedTuple):
-    """What a rank can do towards the version asked for."""
-
-    failure: Failure | None
-    how: How
-    start: int | None
-    version: int
 
 
 class Applier:
@@ -73,11 +64,11 @@ class Applier:
         standing = self._standing
         standing.num_applies += 1
         before = standing.version
-        offers = self._meet("offer", self._offer(info))
+        offers = self._meet("offer", make_offer(standing, info))
         failures = [offer.failure for offer in offers if offer.failure is not None]
         if failures:
             raise failures[0].error()
-        how = max((offer.how for offer in offers), key=_STRENGTH.__getitem__)
+        how = strongest(offer.how for offer in offers)
         if how != "reload" and len({(offer.start, offer.version) for offer in offers}) > 1:
             how = "reload"  # ranks at different versions: the working copy is what they have in common
         prepared = standing.prepared.get(info.version)
@@ -98,81 +89,6 @@ class Applier:
             "num_changed": num_changed,
             **{f"{name}_s": self._times.get(name, 0.0) for name in ("agree", "write", "reload", "prove")},
         }
-
-    # -- what this rank could do ------------------------------------------------------------------------------------
-
-    def _offer(self, info: UpdateInfo) -> _Offer:
-        try:
-            with self._standing.lock:
-                how = self._how(info)
-                start, version = self._standing.version, info.version
-            if how == "reload":
-                self._need_copy(info.version)
-            return _Offer(None, how, start, version)
-        except Exception as error:
-            return _Offer(Failure.of("apply", error), "none", None, info.version)
-
-    def _how(self, info: UpdateInfo) -> How:
-        standing = self._standing
-        if standing.settings is None:
-            raise RequestRefused(
-                "this engine follows no stream; send init_weight_transfer_engine with init_info, or set "
-                "TORCH_DELTA_STREAM"
-            )
-        if standing.host is None:
-            self._refuse_unattached()
-        if standing.asleep:
-            raise RequestRefused(standing.asleep)
-        follows = self._host().info.stream_id
-        if info.stream_id not in {None, follows}:
-            raise ChainError(
-                f"version {info.version} of stream {info.stream_id} is asked for, and this engine follows stream "
-                f"{follows}; prepare that version first",
-                stream_id=follows,
-                target=info.version,
-            )
-        if standing.version is not None and info.version < standing.version:
-            raise ChainError(
-                f"this server is at version {standing.version}, beyond {info.version}; versions are not taken back. "
-                "Ask for a newer one, or restart the server from an older checkpoint",
-                local_version=standing.version,
-                target=info.version,
-            )
-        if standing.broken or info.mode == "reload":
-            return "reload"
-        if info.version == standing.version:
-            return "none"
-        prepared = standing.prepared.get(info.version)
-        if prepared is None:
-            self._refuse_unprepared(info.version)
-        assert prepared is not None
-        return prepared.how
-
-    def _refuse_unattached(self) -> None:
-        error = self._standing.error
-        if error is not None:
-            raise error.error()
-        raise RequestRefused("still attaching to the stream; wait until the status says attached, then prepare")
-
-    def _refuse_unprepared(self, version: int) -> None:
-        standing = self._standing
-        there = ", ".join(map(str, sorted(standing.prepared))) or "none"
-        error = standing.error
-        why = f". The last preparation failed: {error.message}" if error is not None else ""
-        raise RequestRefused(
-            f"version {version} is not prepared here (live: {standing.version}, prepared: {there}); prepare it "
-            f"first, so that nothing is fetched inside the pause{why}",
-            version=version,
-        )
-
-    def _need_copy(self, version: int) -> None:
-        host = self._host()
-        if host.version < version:
-            raise ChainError(
-                f"{host.checkpoint.path} is at version {host.version}; prepare version {version} first",
-                local_version=host.version,
-                target=version,
-            )
 
     def _host(self) -> Host:
         host = self._standing.host

@@ -11,17 +11,10 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-from torch_delta.errors import ServerRefused
 from torch_delta.vllm.endpoints_requests import Problem
-from torch_delta.vllm.endpoints_steps import Wanted, explained, left_s, status_of, worker_problem
-from torch_delta.vllm.fleet.answers import (
-    failure_of,
-    prepare_failure_of,
-    prepared_of,
-    stream_id_of,
-    version_of,
-    workers_of,
-)
+from torch_delta.vllm.endpoints_steps import Wanted, explained, left_s, worker_problem
+from torch_delta.vllm.endpoints_workers import CALL_TIMEOUT_S, Workers
+from torch_delta.vllm.fleet.answers import failure_of, prepared_of, stream_id_of, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,12 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torch_delta")
 
-CALL_TIMEOUT_S = 30.0
-"""For quick calls outside the pause."""
-_POLL_S = 0.1
 _RETRY_S = 0.2
-_MARGIN_S = 5.0
-"""How much longer than the workers' own deadline a wait for them lasts, so that they can say why they were late."""
 
 
 class Controller:
@@ -49,6 +37,7 @@ class Controller:
 
     def __init__(self, calls: Calls, why_not: str | None = None) -> None:
         self._calls = calls
+        self._workers = Workers(calls)
         self._why_not = why_not
         self._generation = secrets.token_hex(8)
         self._one = asyncio.Lock()
@@ -72,12 +61,12 @@ class Controller:
             async with explained("init", CALL_TIMEOUT_S):
                 await self._calls.init(init_info)
         except Problem as problem:
-            raise await self._classed(problem) from problem
+            raise await self._workers.classed(problem) from problem
 
     async def status(self) -> dict[str, object]:
         """What all workers say, and this process."""
-        answers = await self._raw()
-        workers = self._parsed(answers)
+        answers = await self._workers.raw()
+        workers = self._workers.parsed(answers)
         async with explained("status", CALL_TIMEOUT_S):
             paused = await self._calls.is_paused()
         return {
@@ -116,15 +105,15 @@ class Controller:
             request["timeout_s"] = timeout_s
         if stream_id is not None:
             request["stream_id"] = stream_id
-        replies = await self._ask("torch_delta_prepare", request)
+        replies = await self._workers.ask("torch_delta_prepare", request)
         if not wait:
             return {"workers": replies}
         number = max((int(reply.get("request", 0)) for reply in replies if isinstance(reply, dict)), default=0)
-        return {"workers": replies, "prepared": await self._prepared(version, number, timeout_s)}
+        return {"workers": replies, "prepared": await self._workers.prepared(version, number, timeout_s)}
 
     async def verify(self) -> dict[str, object]:
         """Start a digest of all live weights on every worker."""
-        return {"workers": await self._ask("torch_delta_verify", None)}
+        return {"workers": await self._workers.ask("torch_delta_verify", None)}
 
     async def update(
         self,
@@ -166,7 +155,7 @@ class Controller:
             self._one.release()
 
     async def _alone(self, wanted: Wanted, timeout_s: float, resume_timeout_s: float) -> dict[str, object]:
-        workers = self._parsed(await self._raw())
+        workers = self._workers.parsed(await self._workers.raw())
         if self._is_there(workers, wanted):
             return {"version": version_of(workers), "pause_s": 0.0, "phases_s": {}}
         phases_s: dict[str, float] = {}
@@ -228,7 +217,7 @@ class Controller:
                 self._owes_reset = True
                 await self._calls.update(wanted.as_info())
             async with explained("check", left_s(ends_s), phases_s):
-                workers = self._parsed(await self._calls.workers("torch_delta_status"))
+                workers = self._workers.parsed(await self._calls.workers("torch_delta_status"))
             now = version_of(workers)
             if now is None or now < wanted.version:
                 raise worker_problem(500, "update", failure_of(workers), f"workers run {[w.version for w in workers]}")
@@ -236,7 +225,7 @@ class Controller:
                 await self._calls.finish(str(now))
         except Problem as problem:
             await self._close_session()
-            raise await self._classed(problem) from problem
+            raise await self._workers.classed(problem) from problem
         async with explained("reset", left_s(ends_s), phases_s):
             was_reset = await self._calls.reset_caches()
         if not was_reset:
@@ -250,22 +239,11 @@ class Controller:
         self._owes_reset = False
         return now
 
-    async def _classed(self, problem: Problem) -> Problem:
-        """The same with the error's class and status: vLLM passes only its text on, the workers' status has both."""
-        try:
-            failed = failure_of(self._parsed(await self._raw()))
-        except Problem:
-            failed = None
-        if failed is None or str(failed[1].get("message")) not in problem.message:
-            return problem
-        kind = str(failed[1].get("type"))
-        return Problem(status_of(kind, problem.status), problem.message, phase=problem.phase, kind=kind)
-
     async def _close_session(self) -> None:
         """After a failure: the engine closes a session that failed; one that was left open would block the next."""
         try:
             async with explained("release", CALL_TIMEOUT_S):
-                workers = self._parsed(await self._calls.workers("torch_delta_status"))
+                workers = self._workers.parsed(await self._calls.workers("torch_delta_status"))
                 if any(worker.session for worker in workers):
                     await self._calls.finish(None)
         except Problem as problem:
@@ -288,50 +266,6 @@ class Controller:
                         kind="DeadlineExceeded",
                     ) from problem
                 await asyncio.sleep(_RETRY_S)
-
-    async def _prepared(self, version: int | None, number: int, timeout_s: float | None) -> int:
-        """The version that can be applied once request `number` was dealt with: only then it is of the right stream."""
-        ends_s = None if timeout_s is None else time.monotonic() + timeout_s + _MARGIN_S
-        while True:
-            workers = self._parsed(await self._raw())
-            now = prepared_of(workers)
-            is_done = all(worker.answered >= number for worker in workers)
-            if now is not None and is_done and (version is None or now >= version):
-                return now
-            failed = prepare_failure_of(workers, number)
-            if failed is not None:
-                raise worker_problem(500, "prepare", failed, "")
-            if ends_s is not None and left_s(ends_s) <= 0:
-                raise Problem(
-                    504,
-                    f"version {version if version is not None else 'newest'} was not prepared within {timeout_s:g} s "
-                    f"(workers: {[w.preparing for w in workers]}); it goes on, ask again or look at the status",
-                    phase="prepare",
-                    kind="DeadlineExceeded",
-                )
-            await asyncio.sleep(_POLL_S)
-
-    async def _ask(self, method: str, argument: Mapping[str, object] | None) -> list[object]:
-        """Replies of all workers, which all accepted."""
-        phase = method.removeprefix("torch_delta_")
-        async with explained(phase, CALL_TIMEOUT_S):
-            replies = await self._calls.workers(method, argument)
-        for rank, reply in enumerate(replies):
-            if not isinstance(reply, dict) or reply.get("accepted") is not True:
-                error = reply.get("error") if isinstance(reply, dict) else None
-                found = (rank, error) if isinstance(error, dict) else None
-                raise worker_problem(400, phase, found, f"worker {rank} answered {reply!r}")
-        return replies
-
-    async def _raw(self) -> list[object]:
-        async with explained("status", CALL_TIMEOUT_S):
-            return await self._calls.workers("torch_delta_status")
-
-    def _parsed(self, answers: object) -> tuple[WorkerStatus, ...]:
-        try:
-            return workers_of(answers, "of this process")
-        except ServerRefused as error:
-            raise Problem(500, error.message, phase="status") from error
 
     def _supported(self, phase: str) -> None:
         if self._why_not is not None:

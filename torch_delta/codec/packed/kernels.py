@@ -1,4 +1,4 @@
-"""Compiled twins of the loops of `packed` over whole boxes. See `torch_delta.codec.kernels` for when they are compiled.
+"""Compiled twins of the loops of `packed` over whole boxes. See `torch_delta.codec.compiling` for when that happens.
 
 Sixty-four elements at a time become eight masks, one for each class, with a bit for every element of it (`lanes.py`).
 How many elements of a class lie before a place is then a count of bits, and the place of the n-th of them a search for
@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torch_delta.codec import lanes
-from torch_delta.codec.kernels import Kernel, view
+from torch_delta.codec.compiling import Kernel, view
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch_delta.codec.compiling import Build, Source
 
 _LANES = lanes.LANES
 _FAR = 1 << 40
@@ -97,10 +99,10 @@ def _types(numba: Any, width: int) -> tuple[Any, Any, Any, Any]:
     return view(numba, name), written, types.Array(types.int64, 1, "C"), types.Array(types.uint32, 1, "C")
 
 
-def _rank(width: int) -> Callable[[Any], Callable[..., Any]]:
+def _rank(width: int) -> Build:
     kind: Any = getattr(np, f"uint{8 * width}")
 
-    def build(numba: Any) -> Callable[..., Any]:
+    def build(numba: Any) -> Source:
         class_masks, ordered = _class_masks(numba, kind), _ordered(numba, kind, 8 * width)
         popcount = lanes.popcount(numba)
 
@@ -174,16 +176,15 @@ def _rank(width: int) -> Callable[[Any], Callable[..., Any]]:
             ints,
             ints,
         )
-        compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(rank)
-        return compiled
+        return rank, [signature]
 
     return build
 
 
-def _locate(width: int) -> Callable[[Any], Callable[..., Any]]:
+def _locate(width: int) -> Build:
     kind: Any = getattr(np, f"uint{8 * width}")
 
-    def build(numba: Any) -> Callable[..., Any]:
+    def build(numba: Any) -> Source:
         class_masks, ordered = _class_masks(numba, kind), _ordered(numba, kind, 8 * width)
         popcount, lowest, select = lanes.popcount(numba), lanes.lowest(numba), _select(numba)
 
@@ -261,16 +262,15 @@ def _locate(width: int) -> Callable[[Any], Callable[..., Any]]:
             written,
             ints,
         )
-        compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(locate)
-        return compiled
+        return locate, [signature]
 
     return build
 
 
-def _locate_flat(width: int) -> Callable[[Any], Callable[..., Any]]:
+def _locate_flat(width: int) -> Build:
     kind: Any = getattr(np, f"uint{8 * width}")
 
-    def build(numba: Any) -> Callable[..., Any]:
+    def build(numba: Any) -> Source:
         ordered = _ordered(numba, kind, 8 * width)
 
         def locate_flat(region, sign_magnitude, gaps, steps, index, old, new):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0917
@@ -288,8 +288,7 @@ def _locate_flat(width: int) -> Callable[[Any], Callable[..., Any]]:
         read, written, _, positions = _types(numba, width)
         types = numba.types
         signature = types.int64(read, types.boolean, view(numba, "uint32"), read, positions, written, written)
-        compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(locate_flat)
-        return compiled
+        return locate_flat, [signature]
 
     return build
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torch_delta.codec.kernels import Kernel, view
+from torch_delta.codec.compiling import Kernel, view
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from torch_delta.codec.compiling import Build, Source
 
 _WORTH_COMPILING = 1 << 21
 """Elements of small pieces: of those numpy needs more time for the pick than for everything else."""
@@ -37,10 +37,10 @@ def _position_bits(changed, total, table, mantissa_bits, list_bits):  # type: ig
     return changed * (logs[0] - logs[1]) + rest * (logs[0] - logs[2]) + list_bits
 
 
-def _boundary(width: int) -> Callable[[Any], Callable[..., Any]]:
+def _boundary(width: int) -> Build:
     kind: Any = getattr(np, f"uint{8 * width}")
 
-    def build(numba: Any) -> Callable[..., Any]:
+    def build(numba: Any) -> Source:
         position_bits = numba.njit(_position_bits, nogil=True)
 
         def boundary(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917
@@ -94,8 +94,7 @@ def _boundary(width: int) -> Callable[[Any], Callable[..., Any]]:
             *(read, read, number, number, types.uint64, number),
             *(view(numba, "int64"), number, number, number),
         )
-        compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(boundary)
-        return compiled
+        return boundary, [signature]
 
     return build
 

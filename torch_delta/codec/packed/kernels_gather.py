@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torch_delta.codec import lanes
-from torch_delta.codec.kernels import Kernel, view
+from torch_delta.codec.compiling import Kernel, view
 from torch_delta.codec.packed.kernels_streams import WORTH_COMPILING
 from torch_delta.format.encodings import PACKED_MASK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from torch_delta.codec.compiling import Build, Source
 
 _WIDTHS = (1, 2, 4, 8)
 
 
-def _gather(width: int) -> Callable[[Any], Callable[..., Any]]:
+def _gather(width: int) -> Build:
     kind: Any = getattr(np, f"uint{8 * width}")
 
-    def build(numba: Any) -> Callable[..., Any]:
+    def build(numba: Any) -> Source:
         popcount, lowest = lanes.popcount(numba), lanes.lowest(numba)
 
         def gather(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917
@@ -163,8 +163,7 @@ def _gather(width: int) -> Callable[[Any], Callable[..., Any]]:
             types.Array(types.uint32, 1, "C"),
             types.Array(getattr(types, f"uint{8 * width}"), 1, "C"),
         )
-        compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(gather)
-        return compiled
+        return gather, [signature]
 
     return build
 

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torch_delta.codec.kernels import Kernel, view
+from torch_delta.codec.compiling import Kernel, view
 from torch_delta.format.encodings import PACKED_MASK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from torch_delta.codec.compiling import Build, Source
 
 _WIDTHS = (1, 2, 4, 8)
 WORTH_COMPILING = 1 << 20
 """Changed elements: what numpy takes a quarter of a second for."""
 
 
-def _emit(width: int) -> Callable[[Any], Callable[..., Any]]:
+def _emit(width: int) -> Build:
     kind: Any = getattr(np, f"uint{8 * width}")
 
-    def build(numba: Any) -> Callable[..., Any]:
+    def build(numba: Any) -> Source:
         def emit(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917
             gaps,  # noqa: ANN001
             steps,  # noqa: ANN001
@@ -162,8 +162,7 @@ def _emit(width: int) -> Callable[[Any], Callable[..., Any]]:
             data,
             types.Array(types.int64, 1, "C"),
         )
-        compiled: Callable[..., Any] = numba.njit([signature], nogil=True)(emit)
-        return compiled
+        return emit, [signature]
 
     return build
 

@@ -5,20 +5,30 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from torch_delta.codec import kernels
-from torch_delta.codec.kernels import WORTH_COMPILING, Kernel
+from torch_delta.codec import compiling
+from torch_delta.codec.compiling import WORTH_COMPILING, Kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
-def test_compiled_once_work_repays_it() -> None:
+def test_compiled_once_work_repays_it(monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
-    kernel = Kernel(lambda numba: built.append(numba) or (lambda: "compiled"))
+
+    def build(numba: Any) -> tuple[Callable[..., Any], list[Any]]:
+        built.append(numba)
+        return (lambda number: number + 1), [numba.types.int64(numba.types.int64)]
+
+    kernel = Kernel(build)
+    monkeypatch.setattr(compiling, "_spent_s", [])  # as in a process that has compiled nothing
     assert kernel.get(WORTH_COMPILING - 1) is None
     assert built == []
-    assert kernel.get(1)() == "compiled"
-    assert kernel.get(0)() == "compiled"
+    assert kernel.get(1)(41) == 42
+    assert kernel.get(0)(41) == 42
     assert len(built) == 1
 
 
@@ -26,7 +36,7 @@ def test_without_numba_numpy_does_everything_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)  # makes `import numba` fail
-    kernels._numba.cache_clear()
+    compiling._numba.cache_clear()
     try:
         with caplog.at_level(logging.INFO, "torch_delta"):
             for _ in range(2):
@@ -36,7 +46,7 @@ def test_without_numba_numpy_does_everything_and_it_is_said_once(
             "WARNING"
         ]
     finally:
-        kernels._numba.cache_clear()
+        compiling._numba.cache_clear()
 
 
 def test_small_work_never_imports_numba() -> None:
