@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
 
-_LOOK = Backoff(first_s=0.005, most_s=0.1)
+_LOOK = Backoff(first_s=0.002, most_s=0.01)  # a look takes microseconds, and a small model 50 ms to prepare
 _PREPARING = frozenset({"init", "attach", "prepare"})
 _EXTRA_S = 60.0  # a preparation has a deadline of its own; this one only ends a wait for a thread that died
 

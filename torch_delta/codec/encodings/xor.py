@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _WINDOW_BYTES = 8 << 20  # of xor bytes in memory at once, both ways; at least one element
 _STRETCH_BYTES = 256 << 10
-_SAMPLE_BYTES = 256 << 10
+_SAMPLE_BYTES = 64 << 10
 _ZSTD_BLOCK_BYTES = 128 << 10
 _ZSTD_FEWEST_BLOCK_BYTES = 4  # a block of one repeated byte
 

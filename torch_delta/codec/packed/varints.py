@@ -20,7 +20,11 @@ def encode(values: npt.NDArray[np.uint64]) -> bytes:
     """Values below 2**63 as shortest varints, one after the other."""
     if not values.size:
         return b""
-    rest = values[:, None] >> _GROUPS
+    # Most lists hold small numbers, so that one or two columns do.
+    num_groups = max(1, -(-int(values.max()).bit_length() // 7))
+    if num_groups == 1:
+        return values.astype(np.uint8).tobytes()
+    rest = values[:, None] >> _GROUPS[:num_groups]
     is_used = rest != 0
     is_used[:, 0] = True
     data = (rest & np.uint64(127)).astype(np.uint8)
@@ -38,6 +42,8 @@ def decode(data: memoryview, *, key: str) -> npt.NDArray[np.uint64]:
     stored: Bits = np.frombuffer(data, np.uint8)
     if not stored.size:
         return np.empty(0, np.uint64)
+    if stored.max() < 128:
+        return stored.astype(np.uint64)
     ends = np.flatnonzero(stored < 128)
     starts = np.concatenate(([0], ends[:-1] + 1))
     lengths = ends - starts + 1
