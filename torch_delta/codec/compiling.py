@@ -52,7 +52,7 @@ class Kernel:
             self._seen += num_elements
             if self._seen >= self._worth:
                 return self.compile()
-            if _spent_s and not self._has_looked:
+            if _spent_s and not self._has_looked:  # numba runs already, so that loading costs milliseconds
                 self._make(only_if_kept=True)
         return self._function
 
