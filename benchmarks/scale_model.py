@@ -15,7 +15,8 @@ changed element. Links, threads and store latency are arguments. Then
     receiver, each host  all bytes over its link; decode and apply over the whole model, on its threads
 
 `--validate` streams the shards that ranks of a 512-rank mesh hold of Llama-405B layers through that code, many senders
-in turn, one layer in memory at a time, and compares the seconds with the prediction (aim: within 25%).
+in turn, one layer in memory at a time, and compares the seconds with the prediction (aim: within 25%). Constants are
+then measured between the layers as well.
 """
 
 from __future__ import annotations
@@ -72,31 +73,55 @@ class Constants:
     bytes_per_changed: float
 
 
-def calibrate(density: float, *, repeats: int, scale: int) -> Constants:
-    """Measure small and large shards in turn; medians."""
-    rng = np.random.default_rng(1)
-    sizes = [(32, (16, 1024 // scale)), (8, (128, 1024 // scale)), (3, (1024, 1024 // scale))]
-    points: dict[str, list[tuple[float, float, float]]] = {phase: [] for phase in PHASES}
-    works: dict[int, list[Work]] = {num: [] for num, _ in sizes}
-    for _ in range(repeats):
-        for num, shape in sizes:
+class Calibration:
+    """Small and large shards, and commits, measured in turn; medians.
+
+    In rounds, so that they can lie between the works of a validation: the speed of a shared machine drifts by more in a
+    minute than the two differ.
+    """
+
+    def __init__(self, density: float, *, scale: int) -> None:
+        self._density = density
+        self._rng = np.random.default_rng(1)
+        self._sizes = [
+            (32, (16, 1024 // scale)),
+            (8, (128, 1024 // scale)),
+            (3, (1024, 1024 // scale)),
+            (9, (768, 1024 // scale)),  # what one call costs whatever its size, shared by more elements
+        ]
+        self._works: dict[int, list[Work]] = {num: [] for num, _ in self._sizes}
+        self._commits: dict[tuple[int, int], list[float]] = {
+            counts: [] for counts in ((64, 8), (8, 1024 // scale), (64, 512 // scale))
+        }
+
+    def shards(self) -> None:
+        """Measure each size of shard once more."""
+        for num, shape in self._sizes:
             schema = Schema(tuple(TensorSpec(f"t{number:05d}", "BF16", shape) for number in range(num)))
-            works[num].append(one_sender(schema, [(n, Box.whole(shape)) for n in range(num)], density, rng))
-    for num, _ in sizes:
+            boxes = [(number, Box.whole(shape)) for number in range(num)]
+            self._works[num].append(one_sender(schema, boxes, self._density, self._rng))
+
+    def commits(self) -> None:
+        """Measure each size of commit once more."""
+        for counts, seconds in self._commits.items():
+            seconds.append(one_commit(*counts))
+
+    def constants(self) -> Constants:
+        """Of everything so far."""
+        largest = self._works[self._sizes[-1][0]]
+        phases = {}
         for phase in PHASES:
-            seconds = statistics.median(work.seconds[phase] for work in works[num])
-            points[phase].append((works[num][0].elements, num, seconds))
-    largest = works[sizes[-1][0]]
-    counts = [(64, 8), (8, 1024 // scale), (64, 512 // scale)]
-    commits = [
-        (world * slices, world, statistics.median(one_commit(world, slices) for _ in range(repeats)))
-        for world, slices in counts
-    ]
-    return Constants(
-        phases={phase: Line.fit(found) for phase, found in points.items()},
-        commit=Line.fit(commits),
-        bytes_per_changed=sum(work.stored_bytes for work in largest) / sum(work.changed for work in largest),
-    )
+            of_size = {
+                num: statistics.median(work.seconds[phase] for work in works) for num, works in self._works.items()
+            }
+            phases[phase] = Line.fit([(self._works[num][0].elements, num, of_size[num]) for num, _ in self._sizes])
+        return Constants(
+            phases=phases,
+            commit=Line.fit(
+                [(world * slices, world, statistics.median(found)) for (world, slices), found in self._commits.items()]
+            ),
+            bytes_per_changed=sum(work.stored_bytes for work in largest) / sum(work.changed for work in largest),
+        )
 
 
 def predict(model: Model, world_size: int, constants: Constants, arguments: argparse.Namespace) -> dict[str, object]:
@@ -150,8 +175,11 @@ def layer_schema(model: Model, num_layers: int) -> Schema:
     return Schema(tuple(TensorSpec(name, "BF16", shape) for name, shape in sorted(tensors)))
 
 
-def validate(constants: Constants, arguments: argparse.Namespace) -> dict[str, object]:
-    """Real shards of many senders in turn, one layer at a time, beside the prediction; and a commit of another size."""
+def validate(calibration: Calibration, arguments: argparse.Namespace) -> dict[str, object]:
+    """Real shards of many senders in turn, one layer at a time, beside the prediction; and a commit of another size.
+
+    The calibration goes on in between.
+    """
     model = MODELS["llama-405b"]
     num_layers, num_senders, mesh = arguments.layers, arguments.senders, arguments.mesh
     schema = layer_schema(model, num_layers)
@@ -172,9 +200,15 @@ def validate(constants: Constants, arguments: argparse.Namespace) -> dict[str, o
             changed, stored = changed + work.changed, stored + work.stored_bytes
             for phase in PHASES:
                 totals[phase] += work.seconds[phase]
-    predicted = {phase: constants.phases[phase].at(elements, slices) for phase in PHASES}
+            calibration.shards()
     world, per_rank = (16, 300) if arguments.small else (128, 300)
-    totals["commit"] = statistics.median(one_commit(world, per_rank) for _ in range(arguments.repeats))
+    commits = []
+    for _ in range(arguments.repeats):
+        commits.append(one_commit(world, per_rank))
+        calibration.commits()
+    totals["commit"] = statistics.median(commits)
+    constants = calibration.constants()
+    predicted = {phase: constants.phases[phase].at(elements, slices) for phase in PHASES}
     predicted["commit"] = constants.commit.at(world * per_rank, world)
     return {
         "senders": num_senders,
@@ -250,13 +284,17 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     if not arguments.small:
         compile_kernels()
-    constants = calibrate(arguments.density, repeats=arguments.repeats, scale=16 if arguments.small else 1)
+    calibration = Calibration(arguments.density, scale=16 if arguments.small else 1)
+    for _ in range(arguments.repeats):
+        calibration.shards()
+        calibration.commits()
+    checked = validate(calibration, arguments) if arguments.validate else None
+    constants = calibration.constants()
     rows = [
         predict(MODELS[name], world_size, constants, arguments)
         for name in arguments.models
         for world_size in arguments.world_sizes
     ]
-    checked = validate(constants, arguments) if arguments.validate else None
     print(machine(), "\n")
     print(json.dumps(asdict(constants), indent=1), "\n")
     print(report(rows, checked))
