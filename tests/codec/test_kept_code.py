@@ -176,6 +176,18 @@ def test_a_full_disk_keeps_nothing_and_loses_nothing(
     assert len([message for message in caplog.messages if "could not be kept" in message]) == 2
 
 
+def test_a_file_that_cannot_be_read_is_compiled(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Kernel(build).compile()
+    for file in tuple(folder.iterdir()):
+        file.unlink()
+        file.mkdir()  # reading it fails, whoever runs the test
+    with caplog.at_level(logging.INFO, "torch_delta"):
+        compiled = Kernel(build).compile()
+    assert hits(compiled) == (0, 2)
+    assert compiled(np.arange(5)) == 30
+    assert len([message for message in caplog.messages if "cannot be read" in message]) == 2
+
+
 def test_what_kernels_are_made_of_is_part_of_their_name() -> None:
     with_kernels = {
         path

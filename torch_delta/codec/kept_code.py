@@ -83,6 +83,9 @@ class KeptCode:
             data = self._path(signature).read_bytes()
         except FileNotFoundError:
             return None
+        except OSError as error:
+            _logger.info("codec: a kept kernel cannot be read and is compiled again: %s", error)
+            return None
         if hashlib.sha256(data[_DIGEST_BYTES:]).digest() != data[:_DIGEST_BYTES]:
             _logger.info("codec: a kept kernel is damaged and is compiled again: %s", self._path(signature))
             return None
