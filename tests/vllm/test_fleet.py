@@ -96,6 +96,18 @@ def test_a_server_that_is_there_already_is_not_paused(fakes, routes: str) -> Non
     assert sum(route in ("/update_weights", "/torch_delta/update") for route in fake.log) == num_applies == 1
 
 
+@pytest.mark.parametrize("routes", ["dev", "plugin"])
+def test_a_reload_is_a_reload_also_where_the_version_runs_already(fakes, routes: str) -> None:
+    """As it does on a server that follows by itself and was faster than the fleet."""
+    fake = fakes(routes=routes)
+    with Fleet([fake.url], config=QUICK) as fleet:
+        fleet.update(4)
+        with Fleet([fake.url], config=FleetConfig(poll_s=0.01, mode="reload")) as reloading:
+            report = reloading.update(4).reports[fake.url]
+    assert (report.applied, report.version, report.from_version) == (True, 4, 4)
+    assert sum(route in ("/update_weights", "/torch_delta/update") for route in fake.log) == 2
+
+
 def test_init_tells_each_process_once(fakes) -> None:  # idempotent
     fake, other = fakes(), fakes(routes="plugin")
     info = {"mode": "reload", "timeout_s": 30}

@@ -426,6 +426,8 @@ def test_a_server_that_dies_in_a_reload_is_left_out_and_catches_up_when_it_is_ba
         version = world.versions.sparse(71)
         assert sorted(fleet.update(version).reports) == sorted([serving.url, following.url])
         version = world.versions.dense(72)
+        # Which of the two is faster, its own following or the fleet, must not decide what happens.
+        wait_for(following, "applied at once", lambda seen: seen["version"] == version)
         with Fleet(
             [serving.url, following.url],
             token=TOKEN,

@@ -23,7 +23,7 @@ class FleetConfig:
     """`plugin`: our routes (server started with VLLM_PLUGINS=torch_delta). `dev`: vLLM's own control routes (server
     started with VLLM_SERVER_DEV_MODE=1). `auto`: our routes if the server has them, else vLLM's."""
     mode: ApplyMode = "auto"
-    """`reload` makes every server reload in full instead of writing what changed."""
+    """`reload` makes every server reload in full instead of writing what changed; one that runs the version too."""
     status_timeout_s: float = 30.0
     """For each quick question: status, init, starting a prepare. Includes waiting behind a step of the engine."""
     prepare_timeout_s: float = 600.0

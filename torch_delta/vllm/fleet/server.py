@@ -211,7 +211,8 @@ class Server:
             pause_s=0.0,
         )
         goal = Goal(prepared.version, prepared.stream_id)
-        if self._is_there(goal, before):
+        # Who asks for a reload wants the weights loaded anew, whatever a server that follows by itself runs by now.
+        if self._config.mode == "auto" and self._is_there(goal, before):
             assert report.from_version is not None
             return replace(report, version=report.from_version)
         try:
