@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--trials", type=int, default=2000, help="corruptions of each kind")
     parser.add_argument("--json", help="write the numbers there")
     options = parser.parse_args(argv)
-    for kernel in (*DIGEST_ROWS.values(), DIGEST_DELTA, CHANGED):
+    for kernel in (*DIGEST_ROWS.values(), DIGEST_DELTA, *CHANGED.values()):
         kernel.compile()
     bits = np.random.default_rng(0).integers(0, 2**16, options.mib << 19, dtype=np.uint16)
     full = interleaved(candidates(bits), options.repeats)

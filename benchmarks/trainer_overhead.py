@@ -43,7 +43,7 @@ from torch_delta.capture import kernels as capture_kernels
 from torch_delta.codec import kernels
 from torch_delta.codec.compiling import Kernel
 from torch_delta.codec.packed import kernels as packed_kernels
-from torch_delta.codec.packed import kernels_gather, kernels_streams
+from torch_delta.codec.packed import kernels_gather, kernels_locate, kernels_streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -250,7 +250,7 @@ def probe_memory(variant: str, dtype: str, arguments: argparse.Namespace) -> dic
 
 def compile_kernels() -> None:
     """Compile every hot loop now; otherwise that happens once enough work has come by."""
-    for module in (kernels, packed_kernels, kernels_streams, kernels_gather, capture_kernels):
+    for module in (kernels, packed_kernels, kernels_streams, kernels_gather, kernels_locate, capture_kernels):
         for value in vars(module).values():
             for kernel in value.values() if isinstance(value, dict) else (value,):
                 if isinstance(kernel, Kernel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -47,9 +48,9 @@ def check(found, before, now, truth):
 @settings(deadline=None)
 @given(
     width=st.sampled_from(sorted(INTEGERS)),
-    size=st.integers(1, 300) | st.integers(4090, 4110),
+    size=st.integers(1, 300) | st.integers(2040, 2120) | st.integers(4090, 4110),
     offset=st.integers(0, 9),
-    density=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+    density=st.sampled_from([0.0, 0.01, 0.06, 0.13, 0.3, 1.0]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_every_width_at_every_place(width, size, offset, density, seed):
@@ -99,6 +100,24 @@ def test_pieces_on_threads_are_one_array(threads, monkeypatch):
     truth = expected(before, now)
     check(sweep.sweep_masters(before.clone(), masters), now.clone(), now, truth)
     check(sweep.sweep(before, now), before, now, truth)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.5])
+def test_room_is_kept_unless_much_of_it_was_filled(share, monkeypatch):
+    """What one sweep found is in memory of its own: the next one, in the same room, leaves it as it is."""
+    monkeypatch.setattr(crew, "num_threads", lambda: 1)
+    rng = np.random.default_rng(5)
+    before = torch.from_numpy(rng.integers(0, 1 << 15, sweep.PIECE + 77, dtype=np.int16))
+    now = before.clone()
+    now[torch.from_numpy(rng.random(now.numel()) < share)] ^= 3
+    as_it_was = before.clone()
+    found = sweep.sweep(before, now)
+    first = [column.clone() for column in found]
+    sweep.sweep(before, as_it_was + 1)
+    assert all(map(torch.equal, found, first))
+    room = sweep._room.of(2)
+    sweep.sweep(as_it_was, now)
+    assert all(one is other for one, other in zip(sweep._room.of(2), room, strict=True)) == (share < 1 / 8)
 
 
 def test_plain_and_compiled_agree(monkeypatch):
@@ -151,14 +170,15 @@ def test_work_may_bring_work(monkeypatch):
     assert len(done) < 50
 
 
+@pytest.mark.parametrize("size", [1, crew.WORTH_A_HELPER // 3, crew.WORTH_A_HELPER])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_work_set_aside(monkeypatch, threads):
-    """All of it is done at `finish`; the first failure comes out there or at `add`, and nothing is begun after it."""
+def test_work_set_aside(monkeypatch, threads, size):
+    """All of it is done at `finish`; the first failure comes out there, and nothing is begun after it."""
     monkeypatch.setattr(crew, "num_threads", lambda: threads)
     done = []
     aside = crew.Aside(done.append)
     for number in range(200):
-        aside.add(number)
+        aside.add(number, size)
     aside.finish()
     assert sorted(done) == list(range(200))
 
@@ -171,13 +191,41 @@ def test_work_set_aside(monkeypatch, threads):
 
     aside = crew.Aside(fails)
 
-    def bring_all():
-        for number in range(200):
-            aside.add(number)
-        aside.finish()
-
+    for number in range(200):
+        aside.add(number, size)
     with pytest.raises(ValueError, match="the fourth"):
-        bring_all()
+        aside.finish()
     aside.stop()
     assert 3 not in done
     assert len(set(done)) == len(done) < 200
+
+
+def test_only_enough_work_is_handed_over(monkeypatch):
+    """Small items wait for the caller; a large one, or many small ones together, go to a helper while it goes on."""
+    monkeypatch.setattr(crew, "num_threads", lambda: 2)
+    caller = threading.get_ident()
+    seen = []
+
+    def work(item):
+        seen.append((item, threading.get_ident() == caller, torch.is_grad_enabled()))
+        if item == "last":
+            helped.set()
+
+    for sizes in ([crew.WORTH_A_HELPER], [crew.WORTH_A_HELPER // 4] * 4):
+        seen.clear()
+        helped = threading.Event()
+        aside = crew.Aside(work)
+        for number, size in enumerate(sizes):
+            aside.add("last" if number == len(sizes) - 1 else number, size)
+        assert helped.wait(60), "no helper took it"
+        assert len(seen) == len(sizes)
+        assert {(on_caller, has_gradients) for _, on_caller, has_gradients in seen} == {(False, False)}
+        aside.finish()
+
+    seen.clear()
+    aside = crew.Aside(work)
+    for number in range(9):
+        aside.add(number, 1)
+    assert not seen
+    aside.finish()
+    assert [(item, on_caller) for item, on_caller, _ in seen] == [(number, True) for number in range(9)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import logging
 import subprocess
 import sys
@@ -63,6 +64,23 @@ def test_loaded_where_it_was_compiled_before(folder: Path) -> None:
     assert loaded(np.arange(5, dtype=np.int32)) == 30
 
 
+def test_kernels_of_one_builder_are_told_apart(folder: Path) -> None:
+    """By what it was told, where their signatures are the same: as those that are given addresses have."""
+
+    def times(factor: int) -> Any:
+        def build(numba: Any) -> Any:
+            def multiply(number: Any) -> Any:
+                return factor * number
+
+            return multiply, [numba.types.int64(numba.types.int64)]
+
+        return build
+
+    for _ in range(2):
+        assert [Kernel(times(factor)).compile()(7) for factor in (2, 3)] == [14, 21]
+    assert len(list(folder.iterdir())) == 2
+
+
 def test_other_processes_load_every_kernel_of_a_publish(folder: Path) -> None:
     code = (
         "import numpy as np\n"
@@ -72,7 +90,7 @@ def test_other_processes_load_every_kernel_of_a_publish(folder: Path) -> None:
         "old = np.arange(1 << 20, dtype=np.uint16)\n"
         "new = old.copy()\n"
         "new[::1000] ^= 1\n"
-        "chosen = [kernels.DIGEST_ROWS[2], kernels.CHANGED, kernels.DIGEST_CHANGES[2]]\n"
+        "chosen = [kernels.DIGEST_ROWS[2], kernels.CHANGED[2], kernels.DIGEST_CHANGES[2]]\n"
         "for kernel in chosen:\n"
         "    kernel.compile()\n"
         "print(digest_array(new), diff(old, new)[0].size)\n"
@@ -121,7 +139,7 @@ def test_other_sources_versions_and_processors_find_nothing(folder: Path, monkey
             assert hits(Kernel(build).compile()) == (0, 2)
 
     def other(machine: Any) -> Any:
-        return kept_code.KeptCode.of(build, machine)._path("signature")
+        return kept_code.KeptCode.of(build, (), machine)._path("signature")
 
     assert other(("x86", "a", "+avx2")) != other(("x86", "a", "+avx512f"))
 
@@ -205,3 +223,20 @@ def test_what_kernels_are_made_of_is_part_of_their_name() -> None:
                 ]
                 # How code is kept has no part in what it is, and an encoding's number needs only its own file.
                 assert set(used) - {"codec/kept_code.py"} <= set(SOURCES) or name == "format/encodings.py", (name, used)
+
+
+def test_no_two_kernels_are_kept_under_one_name() -> None:
+    # Two of one name, parameters and signature would be loaded for each other.
+    import numba
+
+    names = []
+    for source in SOURCES:
+        module = importlib.import_module("torch_delta." + source.removesuffix(".py").replace("/", "."))
+        for value in vars(module).values():
+            for kernel in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(kernel, Kernel):
+                    function, signatures = kernel._build(numba)
+                    told = kernel._parameters()
+                    names += [(function.__module__, function.__qualname__, told, str(each)) for each in signatures]
+    assert len(names) > 30
+    assert len(names) == len(set(names))

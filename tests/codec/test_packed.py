@@ -18,7 +18,13 @@ from torch_delta.codec.change import Change, diff
 from torch_delta.codec.decode import decode_frame
 from torch_delta.codec.encode import encode_changes
 from torch_delta.codec.encodings.packed import Packed
-from torch_delta.codec.packed import kernels, kernels_boundary, kernels_gather, kernels_streams
+from torch_delta.codec.packed import (
+    kernels,
+    kernels_boundary,
+    kernels_gather,
+    kernels_locate,
+    kernels_streams,
+)
 from torch_delta.codec.packed.classes import NO_CLASSES, exponent_of, fixed_log2
 from torch_delta.codec.packed.pieces import pieces
 from torch_delta.codec.packed.reduced import reduce_change
@@ -34,10 +40,11 @@ ROOT = Path(__file__).resolve().parents[2]
 ALL_KERNELS = [
     *kernels_boundary.BOUNDARY.values(),
     *kernels.RANK.values(),
-    *kernels.LOCATE.values(),
-    *kernels.LOCATE_FLAT.values(),
+    *kernels_locate.LOCATE.values(),
+    *kernels_locate.LOCATE_FLAT.values(),
     *kernels_streams.EMIT.values(),
     *kernels_gather.GATHER.values(),
+    kernels_gather.VARINTS,
 ]
 
 
@@ -156,6 +163,40 @@ def test_the_oracle_reads_what_is_written(
             assert result.index.tolist() == change.index.tolist()
             assert result.new.tolist() == change.new.tolist()
             assert result.old.tolist() == change.old.tolist()
+
+
+@given(
+    seed=st.integers(0, 9999),
+    slices=st.lists(
+        st.tuples(st.sampled_from(["BF16", "F8_E4M3", "F32", "I64"]), st.integers(1, 60), st.booleans()),
+        min_size=2,
+        max_size=8,
+    ),
+)
+def test_a_frame_may_mix_widths_and_profiles(seed: int, slices: list[tuple[str, int, bool]]) -> None:
+    rng = np.random.default_rng(seed)
+    schema = schema_of(*((dtype, (numel,)) for dtype, numel, _ in slices))
+    old = {t: weights(rng, (numel,), dtype) for t, (dtype, numel, _) in enumerate(slices)}
+    new = {}
+    for t, bits in old.items():
+        new[t] = moved(rng, bits, 0.3, "unit")
+        new[t][0] = ~bits[0]
+    blobs = []
+    for yes in (True, False):
+        with compiled(yes=yes):
+            changes = [change_of(d, old[t], new[t], small=small, tensor=t) for t, (d, _, small) in enumerate(slices)]
+            packed = Packed().pack(schema, changes, level=1)
+        blobs.append(bytes(packed.payload["packed"]))
+    assert blobs[0] == blobs[1]
+    of_slices = tuple(Slice(c.tensor, c.box, c.count, c.computed_increment(schema)) for c in changes)
+    frame = Frame("packed", of_slices, packed.stored_bytes, packed.raw_bytes)
+    for yes in (True, False):
+        with compiled(yes=yes):
+            decoded = list(decode_frame(schema, frame, {"packed": blobs[0]}, read(old)))
+        for change, result in zip(changes, decoded, strict=True):
+            assert dict(zip(result.index.tolist(), result.new.tolist(), strict=True)) == dict(
+                zip(change.index.tolist(), change.new.tolist(), strict=True)
+            )
 
 
 @given(data=st.data())

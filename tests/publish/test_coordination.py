@@ -10,7 +10,15 @@ import torch.distributed as dist
 
 from torch_delta.errors import BaseMismatch, DeadlineExceeded, PublishFailed, TorchDeltaError
 from torch_delta.publish.coordination import Team, pack_error, unpack_error
-from torch_delta.publish.keyvalue import LocalKeyValue, TorchKeyValue, await_value, delete_blob, get_blob, put_blob
+from torch_delta.publish.keyvalue import (
+    LocalKeyValue,
+    PrefixedKeyValue,
+    TorchKeyValue,
+    await_value,
+    delete_blob,
+    get_blob,
+    put_blob,
+)
 
 
 @pytest.fixture(params=["local", "tcp"])
@@ -53,6 +61,28 @@ def test_a_waiting_thread_does_not_block_others(kv):
     put_blob(kv, "late", b"here")
     waiter.join(30)
     assert heard == [b"here"]
+
+
+def test_a_value_of_the_same_process_ends_the_pause_that_waits_for_it():
+    kv = LocalKeyValue()
+    part = PrefixedKeyValue(kv, "p/")
+    paused = threading.Event()
+    ended = []
+
+    def wait() -> None:
+        paused.set()
+        while part.get("key") is None:
+            part.pause("key", waited_s=0.0, left_s=30.0)
+        ended.append(part.get("key"))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    assert paused.wait(30)
+    kv.set("key", b"of another part")
+    kv.set("p/key", b"here")
+    thread.join(30)
+    assert ended == [b"here"]
+    part.pause("key", waited_s=0.0, left_s=3600.0)  # set already: nothing to wait for
 
 
 def test_a_server_that_is_gone_is_an_error_of_ours():

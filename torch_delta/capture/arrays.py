@@ -46,7 +46,8 @@ SERVING_DTYPES: dict[str, torch.dtype] = {
 SPELLINGS = {dtype: spelling for spelling, dtype in SERVING_DTYPES.items()}
 _CASTS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_UNSIGNED: dict[int, Any] = {width: np.dtype(f"u{width}") for width in _INTEGERS}
+_SIGNED: dict[int, Any] = {1: np.dtype(np.uint8)} | {width: np.dtype(f"i{width}") for width in (2, 4, 8)}
 _KEY_PERIOD = 1 << 14
 
 
@@ -68,8 +69,14 @@ def to_bits(flat: torch.Tensor, serving: torch.dtype) -> torch.Tensor:
 
 def host(bits: torch.Tensor) -> Bits:
     """Bits (any integer tensor) as an unsigned numpy array; shares memory with a host tensor, copies from a device."""
-    array: Bits = bits.cpu().numpy().view(_UNSIGNED[bits.element_size()])
+    here = bits if bits.is_cpu else bits.cpu()
+    array: Bits = here.numpy().view(_UNSIGNED[bits.element_size()])
     return array
+
+
+def as_bits(array: Bits) -> torch.Tensor:
+    """The inverse of `host`, in the same memory."""
+    return torch.from_numpy(array.view(_SIGNED[array.itemsize]))
 
 
 def index_dtype(numel: int) -> torch.dtype:

@@ -6,7 +6,7 @@ reduced for `packed` where the bits around it are: only what changed leaves a de
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -15,7 +15,8 @@ from torch_delta.capture import arrays
 from torch_delta.capture.packed_torch import reduce_on_device
 from torch_delta.codec.bits import index_dtype
 from torch_delta.codec.change import Change
-from torch_delta.codec.digest import digest_box
+from torch_delta.codec.digest import digest_box, digest_changes
+from torch_delta.codec.geometry import Layout
 from torch_delta.codec.packed.reduced import reduce_change
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch_delta.capture.regions import Piece
     from torch_delta.capture.source import Bits
     from torch_delta.codec.bits import Index
+    from torch_delta.codec.packed.reduced import Reduced
     from torch_delta.format.digest import Digest
     from torch_delta.format.schema import Schema
 
@@ -54,20 +56,46 @@ class Boxed(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A piece of a unit, with what every change of it needs, computed once."""
+
+    number: int
+    """Of the piece in its unit."""
+    piece: Piece
+    start: int
+    """Unit position of its first element."""
+    numel: int
+    dtype: str
+    """Safetensors spelling."""
+    shape: tuple[int, ...]
+    """Of the full tensor."""
+    layout: Layout
+    """Of the box in the full tensor."""
+
+    @property
+    def span(self) -> slice:
+        """Its elements in unit order."""
+        return slice(self.start, self.start + self.numel)
+
+
+def slots_of(schema: Schema, unit: Boxed) -> tuple[Slot, ...]:
+    """The pieces of a unit, in unit order."""
+    slots = []
+    for number, (piece, start) in enumerate(zip(unit.pieces, unit.starts[:-1].tolist(), strict=True)):
+        spec = schema.tensors[piece.tensor]
+        layout = Layout.of(piece.box, spec.shape)
+        slots.append(Slot(number, piece, start, piece.numel, spec.dtype, spec.shape, layout))
+    return tuple(slots)
+
+
 def changes_of(
-    schema: Schema,
-    unit: Boxed,
-    record: Record,
-    known: Sequence[Digest],
-    region: Callable[[], torch.Tensor],
-    *,
-    reduces: bool,
+    slots: Sequence[Slot], record: Record, known: Sequence[Digest], region: Callable[[], torch.Tensor], *, reduces: bool
 ) -> Iterator[tuple[int, Change]]:
     """One change per piece with changes: (number of the piece, change with its increment).
 
     Args:
-        schema: of the stream.
-        unit: that was collected.
+        slots: of the unit that was collected.
         record: what was found in it.
         known: digest of each piece before.
         region: gives the unit's bits as of the collect in progress.
@@ -75,44 +103,58 @@ def changes_of(
     """
     new = arrays.host(record.new)
     if record.index is None or record.old is None:
-        for slot, piece in enumerate(unit.pieces):
-            bits = new[unit.starts[slot] : unit.starts[slot + 1]]
-            shape = schema.tensors[piece.tensor].shape
-            increment = digest_box(bits.reshape(piece.box.shape), piece.box, shape) - known[slot]
-            yield slot, Change.resend(piece.tensor, piece.box, bits, increment)
+        for slot in slots:
+            bits, piece = new[slot.span], slot.piece
+            increment = digest_box(bits.reshape(piece.box.shape), piece.box, slot.shape) - known[slot.number]
+            yield slot.number, Change.resend(piece.tensor, piece.box, bits, increment)
         return
-    index, old = record.index.cpu().numpy(), arrays.host(record.old)
-    cuts = np.searchsorted(index, unit.starts)
+    on_host = record.index if record.index.is_cpu else record.index.cpu()
+    index, old = on_host.numpy(), arrays.host(record.old)
     around = region() if reduces else None
     whole: Bits | None = None
-    for slot in np.flatnonzero(np.diff(cuts)).tolist():
-        piece = unit.pieces[slot]
-        part = slice(cuts[slot], cuts[slot + 1])
-        count = int(cuts[slot + 1] - cuts[slot])
+    for slot, part in _parts(slots, index):
+        piece, count = slot.piece, part.stop - part.start
         dense: Bits | None = None
-        if piece.numel > count >= piece.numel * new.itemsize / (4 + new.itemsize):  # as large as positions and values
+        if slot.numel > count >= slot.numel * new.itemsize / (4 + new.itemsize):  # as large as positions and values
             whole = arrays.host(region()) if whole is None else whole
-            dense = whole[unit.starts[slot] : unit.starts[slot + 1]].copy()
+            dense = whole[slot.span].copy()
         before, after = old[part], new[part]
-        change = Change(
-            tensor=piece.tensor,
-            box=piece.box,
-            index=_box_index(index[part], int(unit.starts[slot]), piece.numel),
-            old=before,
-            new=after,
-            dense=dense,
+        places = _box_index(index[part], slot.start, slot.numel)
+        reduced: tuple[Reduced, ...] | None = None
+        if around is not None and record.index.is_cpu:
+            reduced = reduce_change(slot.dtype, piece.box, places, before, after, arrays.host(around[slot.span]))
+        elif around is not None:  # only what changed crosses to the host
+            on_device = (record.index[part] - slot.start, record.old[part], record.new[part])
+            here = around[slot.span].to(record.index.device)
+            reduced = reduce_on_device(slot.dtype, piece.box, *on_device, here)
+        digests = digest_changes(slot.layout, places, before, after)
+        yield (
+            slot.number,
+            Change(
+                tensor=piece.tensor,
+                box=piece.box,
+                index=places,
+                old=before,
+                new=after,
+                dense=dense,
+                reduced=reduced,
+                increment=digests[1] - digests[0],
+                digests=digests,
+            ),
         )
-        if around is not None:
-            here = around[unit.starts[slot] : unit.starts[slot + 1]]
-            dtype = schema.tensors[piece.tensor].dtype
-            if record.index.device.type == "cpu":
-                reduced = reduce_change(dtype, piece.box, change.index, before, after, arrays.host(here))
-            else:  # only what changed crosses to the host
-                positions = record.index[part] - int(unit.starts[slot])
-                on_device = (positions, record.old[part], record.new[part], here.to(positions.device))
-                reduced = reduce_on_device(dtype, piece.box, *on_device)
-            change = replace(change, reduced=reduced)
-        yield slot, change.with_digests(schema)
+
+
+def _parts(slots: Sequence[Slot], index: Index) -> Iterator[tuple[Slot, slice]]:
+    """The pieces in which something changed, each with where its positions lie in `index`."""
+    if len(slots) == 1:  # nearly all units are one tensor
+        if index.size:
+            yield slots[0], slice(0, index.size)
+        return
+    starts = [slot.start for slot in slots[1:]]
+    cuts = [0, *np.searchsorted(index, np.array(starts, np.int64)).tolist(), index.size]
+    for slot, begin, end in zip(slots, cuts[:-1], cuts[1:], strict=True):
+        if end > begin:
+            yield slot, slice(begin, end)
 
 
 def _box_index(index: Index, start: int, numel: int) -> Index:

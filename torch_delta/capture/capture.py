@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch_delta.format.schema import Schema
 
 _Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class Capture:
@@ -251,17 +252,14 @@ class Capture:
         with self._ledger.lock:
             self._rebind_if_replaced()
             self._refuse_graph_capture()
-            for unit, keeper in self._pairs():
-                if unit.stepped_by == number:
-                    keeper.begin_step()
+            self._each(lambda keeper: keeper.begin_step(), self._stepped_by(number))
         self._step_seconds += time.perf_counter() - started
 
     @torch.no_grad()
     def _after_step(self, number: int) -> None:
         started = time.perf_counter()
         with self._ledger.lock:
-            stepped = [keeper for unit, keeper in self._pairs() if unit.stepped_by == number]
-            self._each(lambda keeper: keeper.end_step(), stepped)
+            self._each(lambda keeper: keeper.end_step(), self._stepped_by(number))
         self._step_seconds += time.perf_counter() - started
         if number != len(self._binding.optimizers) - 1:
             return
@@ -276,13 +274,14 @@ class Capture:
     def _pairs(self) -> Iterator[tuple[Unit, Persistent | Transient]]:
         return zip(self._binding.units, self._keepers, strict=True)
 
-    def _each(self, work: Callable[[_Item], None], items: Sequence[_Item]) -> None:
+    def _stepped_by(self, number: int) -> list[Persistent | Transient]:
+        """Of the units that an optimizer updates, largest first."""
+        pairs = list(self._pairs())
+        return [pairs[at][1] for at in self._largest_first if pairs[at][0].stepped_by == number]
+
+    def _each(self, work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
         """Unit by unit: on several threads for weights in host memory, else on this one, whose stream they are on."""
-        if self._on_host:
-            share(work, items)
-            return
-        for item in items:
-            work(item)
+        return share(work, items) if self._on_host else [work(item) for item in items]
 
     def _claim(self, *, is_standalone: bool) -> None:
         """Refuse a collect at the wrong moment or by two consumers."""
@@ -299,14 +298,12 @@ class Capture:
 
     def _lost_flags(self) -> list[bool]:
         """Per unit, whether its old bits are lost; one host synchronisation per device."""
-        return arrays.read_flags(
-            [
-                keeper.check(is_fresh=self._is_fresh and unit.stepped_by >= 0)
-                if isinstance(keeper, Transient)
-                else None
-                for unit, keeper in self._pairs()
-            ]
-        )
+
+        def check(pair: tuple[Unit, Persistent | Transient]) -> torch.Tensor | None:
+            unit, keeper = pair
+            return keeper.check(is_fresh=self._is_fresh and unit.stepped_by >= 0)
+
+        return arrays.read_flags(self._each(check, list(self._pairs())))
 
     def _collect_all(self) -> list[str]:
         """File a token's records; returns the units whose old bits were lost."""

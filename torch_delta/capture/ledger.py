@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch_delta.capture import arrays
-from torch_delta.capture.boxchanges import changes_of
+from torch_delta.capture.boxchanges import changes_of, slots_of
 from torch_delta.capture.source import Collected, OwnedBox, Region
 from torch_delta.codec.digest import digest_box
 from torch_delta.errors import CaptureError
@@ -79,6 +79,7 @@ class Ledger:
         self._schema = schema
         self._units = tuple(units)
         self._keepers = tuple(keepers)
+        self._slots = [slots_of(schema, unit) for unit in self._units]
         self._open: deque[_Token] = deque()
         self._next = 1
         self.wants_ranks = True
@@ -116,11 +117,16 @@ class Ledger:
         self._open[-1].records.append(entry)
         return entry
 
+    def num_read(self, entry: Entry) -> int:
+        """Elements that `file` reads for what `find` found: the changed ones, which take longest, and all to reduce."""
+        number, record, _ = entry
+        return 8 * record.new.numel() + (int(self._units[number].starts[-1]) if self.wants_ranks else 0)
+
     def file(self, entry: Entry) -> None:
         """Make changes of what `find` found; any thread, before `finish`. Needs the keeper's region."""
         number, record, before = entry
-        unit, keeper, known = self._units[number], self._keepers[number], self._digests[number]
-        changes = changes_of(self._schema, unit, record, known, keeper.region, reduces=self.wants_ranks)
+        slots, keeper, known = self._slots[number], self._keepers[number], self._digests[number]
+        changes = changes_of(slots, record, known, keeper.region, reduces=self.wants_ranks)
         for slot, change in changes:
             before[slot] = known[slot]
             assert change.increment is not None

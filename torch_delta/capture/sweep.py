@@ -6,6 +6,7 @@ and on a device, the plain path of `arrays` does the same in three passes. All g
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
     from torch_delta.capture.source import Bits
 
 PIECE: Final = 1 << 20
-"""Elements one thread sweeps at a time. While it does, room for their positions, old and new bits is reserved
-(4 + 2 * itemsize bytes per element), of which only what is filled becomes memory."""
+"""Elements one thread sweeps at a time, into room for their positions, old and new bits (4 + 2 * itemsize bytes per
+element) that it keeps for the next piece: its pages are warm then, and an array of a few hundred elements costs no more
+than sweeping it. Only what is filled becomes memory, and room of which more than an eighth was filled is let go, so
+that a thread keeps some 2 MiB."""
 
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Positions that differ (as `arrays.compare` gives them), bits before, bits now; in memory of their own."""
@@ -35,7 +38,7 @@ def sweep(before: torch.Tensor, now: torch.Tensor) -> Found:
         before: bits [n], written.
         now: bits [n] of the same dtype, on any device.
     """
-    if before.device.type != "cpu":
+    if not before.is_cpu:
         return _plainly(before, now.to(before.device))
     kernel = SWEEP[before.element_size()].get(before.numel())
     if kernel is None:
@@ -57,7 +60,7 @@ def sweep_masters(before: torch.Tensor, masters: torch.Tensor) -> Found | None:
         masters: fp32 weights [n].
     """
     nan_bits = arrays.nan_bits()
-    if before.device.type != "cpu" or masters.device.type != "cpu" or nan_bits is None:
+    if not before.is_cpu or not masters.is_cpu or nan_bits is None:
         return None
     kernel = SWEEP_MASTERS.get(before.numel())
     if kernel is None:
@@ -91,14 +94,39 @@ def _in_pieces(before: torch.Tensor, work: Callable[[slice, Bits, Any, Bits, Bit
 
     def run(start: int) -> tuple[Any, Bits, Bits]:
         part = slice(start, min(start + PIECE, bits.size))
-        size = part.stop - start
-        index, old, new = np.empty(size, np.int32), np.empty(size, bits.dtype), np.empty(size, bits.dtype)
+        index, old, new = _room.of(bits.itemsize)
         count = work(part, bits[part], index, old, new)
         positions = index[:count].astype(kind)
-        positions += kind(start)
-        return positions, old[:count].copy(), new[:count].copy()
+        if start:
+            positions += kind(start)
+        found = positions, old[:count].copy(), new[:count].copy()
+        if count > PIECE >> 3:
+            _room.let_go()
+        return found
 
-    parts = share(run, range(0, bits.size, PIECE))
+    parts = [run(0)] if bits.size <= PIECE else share(run, range(0, bits.size, PIECE))
     index, old, new = parts[0] if len(parts) == 1 else tuple(map(np.concatenate, zip(*parts, strict=True)))
-    signed = np.dtype(f"i{bits.itemsize}") if bits.itemsize > 1 else np.dtype(np.uint8)
-    return torch.from_numpy(index), torch.from_numpy(old.view(signed)), torch.from_numpy(new.view(signed))
+    return torch.from_numpy(index), arrays.as_bits(old), arrays.as_bits(new)
+
+
+class _Room(threading.local):
+    """Where the kernels put what they find in a piece, of the thread that runs them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Any, Bits, Bits]] = {}
+
+    def of(self, itemsize: int) -> tuple[Any, Bits, Bits]:
+        """Positions, old and new bits [at least PIECE each] of elements of so many bytes."""
+        kept = self._kept.get(itemsize)
+        if kept is None or kept[0].size < PIECE:
+            bits = np.dtype(f"u{itemsize}")
+            kept = np.empty(PIECE, np.int32), np.empty(PIECE, bits), np.empty(PIECE, bits)
+            self._kept = {itemsize: kept}  # models have one dtype, or nearly
+        return kept
+
+    def let_go(self) -> None:
+        """Give the memory back."""
+        self._kept = {}
+
+
+_room = _Room()

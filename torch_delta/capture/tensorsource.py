@@ -111,7 +111,7 @@ class TensorSource:
                     found = self._ledger.find(self._numbers[unit.name])
                     unit.release()
                     if found is not None:
-                        filing.add(found)
+                        filing.add(found, self._ledger.num_read(found))
                 filing.finish()
             except BaseException:
                 filing.stop()

@@ -62,6 +62,14 @@ class Kernel:
             self._make(only_if_kept=False)
         return self._function
 
+    def _parameters(self) -> tuple[str, ...]:
+        """What a builder that makes several kernels was told about this one: an element width, for example.
+
+        Two kernels of one function may have the same signature, where that holds addresses.
+        """
+        held = [cell.cell_contents for cell in self._build.__closure__ or ()]
+        return tuple(repr(one) for one in held if isinstance(one, int | str | type))
+
     def _make(self, *, only_if_kept: bool) -> None:
         with _lock:
             self._has_looked = True
@@ -73,7 +81,7 @@ class Kernel:
                 return
             function, signatures = self._build(numba)
             compiled = numba.njit(nogil=True)(function)
-            kept = KeptCode.of(function, compiled.targetctx.codegen().magic_tuple())
+            kept = KeptCode.of(function, self._parameters(), compiled.targetctx.codegen().magic_tuple())
             if kept is not None:
                 if only_if_kept and not all(kept.has(signature) for signature in signatures):
                     return
@@ -109,6 +117,6 @@ def _numba() -> Any:
     return numba
 
 
-def view(numba: Any, dtype: str) -> Any:
-    """Type of a 1-D contiguous array that is only read, at any alignment."""
-    return numba.types.Array(getattr(numba.types, dtype), 1, "C", readonly=True, aligned=False)
+def view(numba: Any, dtype: str, *, readonly: bool = True) -> Any:
+    """Type of a 1-D contiguous array, by default one that is only read, at any alignment."""
+    return numba.types.Array(getattr(numba.types, dtype), 1, "C", readonly=readonly, aligned=False)

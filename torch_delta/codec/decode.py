@@ -50,7 +50,7 @@ def decode_frame(
 
     Returns:
         One change per slice, in order. `index` is None for `dense`; `old` are the bits here. Arrays may be views of the
-        payload and of what `read_old` returned.
+        payload, of what `read_old` returned, and of one array for the whole frame.
 
     Raises:
         FormatError: the frame or its payload breaks a rule.

@@ -98,21 +98,16 @@ def _shifted(positions: _Positions, start: int, kind: np.dtype[Any]) -> Index:
 
 def _scratch(size: int) -> npt.NDArray[np.int32]:
     """What `_changed` works in, allocated once per call: fresh pages for every chunk would cost more than the scan."""
-    return np.empty((2, min(size, _CHUNK)), np.int32)
+    return np.empty(min(size, _CHUNK), np.int32)
 
 
 def _changed(old: Bits, new: Bits, scratch: npt.NDArray[np.int32]) -> _Positions:
     """Positions that differ in two 1-D contiguous chunks; may be a view of `scratch`."""
-    kernel = CHANGED.get(old.size)
+    kernel = CHANGED[old.itemsize].get(old.size)
     if kernel is None:
         return _changed_numpy(old, new)
-    per_word = 8 // old.itemsize
-    whole = old.size - old.size % per_word
-    count = kernel(old[:whole].view(np.uint64), new[:whole].view(np.uint64), per_word, 8 * old.itemsize, *scratch)
-    found: _Positions = scratch[1, :count]
-    if whole == old.size:
-        return found
-    return np.concatenate((found, np.flatnonzero(old[whole:] != new[whole:]) + whole))
+    found: _Positions = scratch[: kernel(old, new, scratch)]
+    return found
 
 
 def _changed_numpy(old: Bits, new: Bits) -> _Positions:

@@ -11,6 +11,7 @@ Every function may be called from any thread and holds the GIL only between chun
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -126,14 +127,40 @@ def digest_changes(layout: Layout, index: Index, old: Bits, new: Bits) -> tuple[
         old: bits before, `[len(index)]`.
         new: bits after, of the same dtype and length.
     """
+    [found] = digest_many([layout], np.array([0, index.size], np.int64), index, old, new)
+    return found
+
+
+def digest_many(
+    layouts: Sequence[Layout], starts: npt.NDArray[np.int64], index: Index, old: Bits, new: Bits
+) -> list[tuple[Digest, Digest]]:
+    """`digest_changes` of elements of several boxes in one call, by box.
+
+    Args:
+        layouts: of each box in its tensor.
+        starts: where the elements of each box begin in the arrays, and where the last ones end, `[len(layouts) + 1]`.
+        index: box-local positions, strictly increasing inside a box; uint32 or int64.
+        old: bits before, `[len(index)]`.
+        new: bits after, of the same dtype and length.
+    """
     kernel = DIGEST_CHANGES[old.itemsize].get(index.size) if old.itemsize in DIGEST_CHANGES and index.size else None
+    parts = [slice(begin, end) for begin, end in pairwise(starts.tolist())]
     if kernel is None:
-        flat, zeros = layout.flat_index(index), np.zeros_like(old)
-        return digest_delta(flat, zeros, old), digest_delta(flat, zeros, new)
-    where, first = (index, layout.first) if len(layout.steps) == 1 else (layout.flat_index(index), 0)
+        found = []
+        for layout, part in zip(layouts, parts, strict=True):
+            flat, zeros = layout.flat_index(index[part]), np.zeros_like(old[part])
+            found.append((digest_delta(flat, zeros, old[part]), digest_delta(flat, zeros, new[part])))
+        return found
+    if all(len(layout.steps) == 1 for layout in layouts):
+        where, firsts = index, [layout.first for layout in layouts]
+    else:
+        where, firsts = np.empty(index.size, np.int64), [0] * len(layouts)
+        for layout, part in zip(layouts, parts, strict=True):
+            where[part] = layout.flat_index(index[part])
+    sums = np.zeros((len(layouts), 4), np.uint64)
     arrays = (np.ascontiguousarray(array) for array in (old, new))
-    found = [int(lane) for lane in kernel(np.ascontiguousarray(where), first, *arrays, *_column_keys())]
-    return Digest((found[0], found[1])), Digest((found[2], found[3]))
+    kernel(np.ascontiguousarray(where), np.array(firsts, np.int64), starts, *arrays, *_column_keys(), sums)
+    return [(Digest((a, b)), Digest((c, d))) for a, b, c, d in sums.tolist()]
 
 
 def _digest_in_pieces(bits: Bits, box: Box, full_shape: Sequence[int]) -> Digest:

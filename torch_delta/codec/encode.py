@@ -8,11 +8,11 @@ where a large share of a box changed, a sample under `xor` tells whether that on
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from torch_delta.codec.cutting import cut_change
 from torch_delta.codec.encodings import REGISTRY
+from torch_delta.codec.spreading import spread
 from torch_delta.format.encodings import ENCODINGS
 from torch_delta.format.frames import Frame, Slice
 from torch_delta.format.limits import MAX_FRAME_RAW_BYTES
@@ -27,13 +27,6 @@ if TYPE_CHECKING:
 
 
 _Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
-
-
-class _Map(Protocol):
-    """`map`, or that of a pool: results in the order of the items."""
-
-    def __call__(self, function: Callable[[_Item], _Result], items: Iterable[_Item], /) -> Iterator[_Result]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +93,13 @@ def encode_changes(
     allowed = [_known(name) for name in encodings]
     fixed = [entry for entry in allowed if entry.is_absolute]
     relative = [] if absolute_only else [entry for entry in allowed if not entry.is_absolute]
-    run: _Map = map if pool is None else pool.map
     cut = any(entry.name == "packed" for entry in relative)
-    waiting = [_smallest_fixed(schema, change, fixed) for change in _prepared(schema, changes, run, cut=cut)]
+    waiting = [_smallest_fixed(schema, change, fixed) for change in _prepared(schema, changes, pool, cut=cut)]
     frames: list[tuple[Frame, Payload]] = []
     for number, entry in enumerate(relative):
         rivals = relative[number + 1 :]
-        waiting = list(run(partial(_with_rival, rivals=rivals, level=level), waiting))
-        waiting = _encode_measured(schema, waiting, entry, level, frames=frames, run=run)
+        waiting = _with_rivals(waiting, rivals, level, pool)
+        waiting = _encode_measured(schema, waiting, entry, level, frames=frames, pool=pool)
     for entry in fixed:
         mine = [choice for choice in waiting if choice.fixed == entry.name]
         for group in _groups(mine, lambda choice: choice.fixed_bytes):
@@ -127,7 +119,7 @@ def _known(name: str) -> Encoding:
     return REGISTRY[name]
 
 
-def _prepared(schema: Schema, changes: Iterable[Change], run: _Map, *, cut: bool) -> Iterator[Change]:
+def _prepared(schema: Schema, changes: Iterable[Change], pool: Executor | None, *, cut: bool) -> Iterator[Change]:
     """Checked, in the order of frames, each with its increment."""
 
     def prepare(change: Change) -> Change:
@@ -139,7 +131,8 @@ def _prepared(schema: Schema, changes: Iterable[Change], run: _Map, *, cut: bool
         change.check(schema)
     if cut:
         ordered = [piece for change in ordered for piece in cut_change(change)]
-    return (change for change in run(prepare, ordered) if change.count)
+    costs = [change.count if change.increment is None else 0 for change in ordered]
+    return (change for change in spread(pool, prepare, ordered, costs) if change.count)
 
 
 def _smallest_fixed(schema: Schema, change: Change, fixed: Sequence[Encoding]) -> _Choice:
@@ -150,10 +143,18 @@ def _smallest_fixed(schema: Schema, change: Change, fixed: Sequence[Encoding]) -
     return _Choice(change, name, size)
 
 
-def _with_rival(choice: _Choice, *, rivals: Sequence[Encoding], level: int) -> _Choice:
+def _with_rivals(
+    waiting: Sequence[_Choice], rivals: Sequence[Encoding], level: int, pool: Executor | None
+) -> list[_Choice]:
     """Estimate what the encodings that come later would take."""
-    sizes = [size for rival in rivals if (size := rival.estimated_bytes(choice.change, level=level)) is not None]
-    return choice._replace(rival_bytes=min(sizes, default=None))
+    if not rivals:
+        return [choice._replace(rival_bytes=None) for choice in waiting]
+
+    def estimate(choice: _Choice) -> _Choice:
+        sizes = [size for rival in rivals if (size := rival.estimated_bytes(choice.change, level=level)) is not None]
+        return choice._replace(rival_bytes=min(sizes, default=None))
+
+    return list(spread(pool, estimate, waiting, [choice.change.count for choice in waiting]))
 
 
 def _encode_measured(
@@ -163,7 +164,7 @@ def _encode_measured(
     level: int,
     *,
     frames: list[tuple[Frame, Payload]],
-    run: _Map,
+    pool: Executor | None,
 ) -> list[_Choice]:
     """Encode what a compressed encoding holds in the fewest bytes; return the choices it does not."""
     mine: list[_Choice] = []
@@ -176,7 +177,9 @@ def _encode_measured(
     def encode(group: list[_Choice]) -> tuple[tuple[Frame, Payload] | None, list[_Choice]]:
         return _encode_group(schema, group, entry, level)
 
-    for frame, lost in run(encode, _groups(mine, lambda choice: choice.change.box.numel * choice.change.new.itemsize)):
+    groups = list(_groups(mine, lambda choice: choice.change.box.numel * choice.change.new.itemsize))
+    costs = [sum(choice.change.count for choice in group) for group in groups]
+    for frame, lost in spread(pool, encode, groups, costs):
         others += lost
         if frame is not None:
             frames.append(frame)

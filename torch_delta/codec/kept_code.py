@@ -3,7 +3,8 @@
 numba's own cache cannot do it: it knows a function by what is in its closure, and our kernels close over functions that
 are made anew in every process, so that it would find none again. What is kept is the same as there: numba's reduced
 `CompileResult`, here behind its SHA-256. The name of a file is a hash over all that its code depends on: sources of all
-kernels, the function and its signature, the versions of Python, numba and llvmlite, the processor and its features.
+kernels, the function, what it was made with, its signature, the versions of Python, numba and llvmlite, the processor
+and its features.
 
 Loading a file runs what is in it, as with compiled Python files. The folder must therefore belong to the user and be
 writable by nobody else; otherwise it is not used, and a warning says so. It may be deleted at any time.
@@ -34,12 +35,14 @@ FOLDER: Final = "TORCH_DELTA_KERNEL_CACHE"
 
 SOURCES: Final = (
     "capture/kernels.py",
+    "codec/addresses.py",
     "codec/compiling.py",
     "codec/kernels.py",
     "codec/lanes.py",
     "codec/packed/kernels.py",
     "codec/packed/kernels_boundary.py",
     "codec/packed/kernels_gather.py",
+    "codec/packed/kernels_locate.py",
     "codec/packed/kernels_streams.py",
     "format/encodings.py",
     "vllm/routing/kernels.py",
@@ -61,13 +64,19 @@ class KeptCode:
         self._identity = identity
 
     @classmethod
-    def of(cls, function: Callable[..., Any], machine: tuple[Any, ...]) -> Self | None:
-        """The code of `function` on a processor, as numba's code generator tells it; None where nothing is kept."""
+    def of(cls, function: Callable[..., Any], parameters: tuple[str, ...], machine: tuple[Any, ...]) -> Self | None:
+        """The code of `function` on a processor, as numba's code generator tells it; None where nothing is kept.
+
+        Args:
+            function: that is compiled.
+            parameters: what it was made with, if several of its name are made.
+            machine: the processor.
+        """
         folder = _folder()
         if folder is None or not _numba_can():
             return None
         name = f"{function.__module__}.{function.__qualname__}"
-        return cls(folder, repr((_versions(), _sources_digest(), machine, name)))
+        return cls(folder, repr((_versions(), _sources_digest(), machine, name, parameters)))
 
     def _path(self, signature: Any) -> Path:
         key = hashlib.sha256(f"{self._identity} {signature}".encode()).hexdigest()

@@ -6,9 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from torch_delta.codec import lanes
+from torch_delta.codec.addresses import array_at
 from torch_delta.codec.compiling import WORTH_COMPILING, Kernel, view
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch_delta.codec.compiling import Build, Source
 
 _U = np.uint64
@@ -76,65 +80,100 @@ def _digest_delta(numba: Any) -> Source:
     return digest_delta, [signature]
 
 
+def _sums_of_changes(numba: Any) -> Callable[..., Any]:
+    """Digests of the old and of the new bits of elements in ascending positions."""
+    splitmix64 = numba.njit(_splitmix64)
+
+    def sums_of_changes(index, first, old, new, keys0, keys1):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0917
+        # Positions ascend, so that block keys are needed once per block: sums of a block first.
+        before0 = before1 = after0 = after1 = _U(0)
+        old0 = old1 = new0 = new1 = _U(0)
+        block = np.int64(-1)
+        for i in range(index.size):
+            at = first + np.int64(index[i])
+            if at >> 10 != block:
+                if i:
+                    key0 = splitmix64(_U(2 << 48) + _U(block)) | _U(1)
+                    key1 = splitmix64(_U(3 << 48) + _U(block)) | _U(1)
+                    before0, before1 = before0 + old0 * key0, before1 + old1 * key1
+                    after0, after1 = after0 + new0 * key0, after1 + new1 * key1
+                    old0 = old1 = new0 = new1 = _U(0)
+                block = at >> 10
+            column = _U(at & 1023)
+            was, now = _U(old[i]), _U(new[i])
+            old0 += keys0[column] * was
+            old1 += keys1[column] * was
+            new0 += keys0[column] * now
+            new1 += keys1[column] * now
+        key0 = splitmix64(_U(2 << 48) + _U(block)) | _U(1)
+        key1 = splitmix64(_U(3 << 48) + _U(block)) | _U(1)
+        return before0 + old0 * key0, before1 + old1 * key1, after0 + new0 * key0, after1 + new1 * key1
+
+    compiled: Callable[..., Any] = numba.njit(sums_of_changes, nogil=True)
+    return compiled
+
+
 def _digest_changes(width: int) -> Build:
     def build(numba: Any) -> Source:
-        splitmix64 = numba.njit(_splitmix64)
+        sums_of_changes = _sums_of_changes(numba)
 
-        def digest_changes(index, first, old, new, keys0, keys1):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0917
-            # Positions ascend, so that block keys are needed once per block: sums of a block first.
-            before0 = before1 = after0 = after1 = _U(0)
-            old0 = old1 = new0 = new1 = _U(0)
-            block = np.int64(-1)
-            for i in range(index.size):
-                at = first + np.int64(index[i])
-                if at >> 10 != block:
-                    if i:
-                        key0 = splitmix64(_U(2 << 48) + _U(block)) | _U(1)
-                        key1 = splitmix64(_U(3 << 48) + _U(block)) | _U(1)
-                        before0, before1 = before0 + old0 * key0, before1 + old1 * key1
-                        after0, after1 = after0 + new0 * key0, after1 + new1 * key1
-                        old0 = old1 = new0 = new1 = _U(0)
-                    block = at >> 10
-                column = _U(at & 1023)
-                was, now = _U(old[i]), _U(new[i])
-                old0 += keys0[column] * was
-                old1 += keys1[column] * was
-                new0 += keys0[column] * now
-                new1 += keys1[column] * now
-            key0 = splitmix64(_U(2 << 48) + _U(block)) | _U(1)
-            key1 = splitmix64(_U(3 << 48) + _U(block)) | _U(1)
-            return before0 + old0 * key0, before1 + old1 * key1, after0 + new0 * key0, after1 + new1 * key1
+        def digest_changes(index, firsts, starts, old, new, keys0, keys1, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0917
+            for number in range(firsts.size):
+                begin, end = starts[number], starts[number + 1]
+                if end > begin:
+                    out[number, 0], out[number, 1], out[number, 2], out[number, 3] = sums_of_changes(
+                        index[begin:end], firsts[number], old[begin:end], new[begin:end], keys0, keys1
+                    )
 
-        types, keys = numba.types, view(numba, "uint64")
-        bits = view(numba, f"uint{8 * width}")
-        result = types.UniTuple(types.uint64, 4)
-        signatures = [result(view(numba, kind), types.int64, bits, bits, keys, keys) for kind in ("uint32", "int64")]
+        types, keys, ints = numba.types, view(numba, "uint64"), view(numba, "int64")
+        bits, out = view(numba, f"uint{8 * width}"), types.Array(types.uint64, 2, "C")
+        signatures = [
+            types.void(view(numba, kind), ints, ints, bits, bits, keys, keys, out) for kind in ("uint32", "int64")
+        ]
         return digest_changes, signatures
 
     return build
 
 
-def _changed(numba: Any) -> Source:
-    def changed(old, new, per_word, num_bits, hit, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0917
-        # Both loops store always and advance only on a difference: no branch that 1% of the words would mispredict.
-        num_hit = np.int64(0)
-        for i in range(old.size):
-            hit[num_hit] = i
-            num_hit += np.int64(old[i] != new[i])
-        num_out = np.int64(0)
-        mask = (_U(1) << _U(num_bits)) - _U(1) if num_bits < 64 else ~_U(0)
-        for i in range(num_hit):
-            at = np.int64(hit[i])
-            word = old[at] ^ new[at]
-            for element in range(per_word):
-                out[num_out] = at * per_word + element
-                num_out += np.int64(((word >> _U(element * num_bits)) & mask) != _U(0))
-        return num_out
+def _overwrite(width: int) -> Build:
+    def build(numba: Any) -> Source:
+        whole_at = array_at(numba, f"uint{8 * width}", readonly=False)
+        positions_at, values_at = array_at(numba, "uint32"), array_at(numba, f"uint{8 * width}")
 
-    types, words = numba.types, view(numba, "uint64")
-    scratch = types.Array(types.int32, 1, "C")
-    signature = types.int64(words, words, types.int64, types.int64, scratch, scratch)
-    return changed, [signature]
+        def overwrite(slices):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+            for number in range(slices.shape[0]):
+                where, size, first, positions, values, count = slices[number]
+                whole, index, value = whole_at(where, size), positions_at(positions, count), values_at(values, count)
+                for i in range(count):
+                    at = first + np.int64(index[i])
+                    if at >= size:
+                        return number
+                    whole[_U(at)] = value[i]
+            return np.int64(-1)
+
+        types = numba.types
+        return overwrite, [types.int64(types.Array(types.int64, 2, "C", readonly=True, aligned=False))]
+
+    return build
+
+
+def _changed(width: int) -> Build:
+    def build(numba: Any) -> Source:
+        differences = lanes.differences(numba)
+
+        def changed(old, new, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+            whole = old.size - old.size % lanes.LANES
+            count = differences(old, new, 0, whole, 0, out, np.int64(0))
+            for i in range(whole, old.size):
+                if old[i] != new[i]:
+                    out[count] = i
+                    count += 1
+            return count
+
+        types, bits = numba.types, view(numba, f"uint{8 * width}")
+        return changed, [types.int64(bits, bits, types.Array(types.int32, 1, "C"))]
+
+    return build
 
 
 def _round_bf16(numba: Any) -> Source:
@@ -156,9 +195,13 @@ DIGEST_ROWS = {width: Kernel(_digest_rows(f"uint{8 * width}")) for width in (1, 
 DIGEST_DELTA = Kernel(_digest_delta, WORTH_COMPILING >> 4)  # numpy spends 20 times as long on an element here
 """(word index int64, delta uint64, keys0, keys1) -> (D_0, D_1)."""
 DIGEST_CHANGES = {width: Kernel(_digest_changes(width), WORTH_COMPILING >> 4) for width in (1, 2, 4)}
-"""By element width: (ascending position uint32 or int64, to be added to each, old, new, keys0, keys1) -> (D_0, D_1) of
-the old bits, (D_0, D_1) of the new ones."""
-CHANGED = Kernel(_changed)
-"""(old uint64, new uint64, elements per word, bits per element, int32 [words], int32 [elements]) -> count."""
+"""By element width, for elements of several boxes one after the other: (positions uint32 or int64 that ascend in each
+box, int64 [num_boxes] to be added to them, starts int64 [num_boxes + 1], old, new, keys0, keys1, sums); `sums` uint64
+[num_boxes, 4] becomes (D_0, D_1) of the old bits and (D_0, D_1) of the new ones, where a box has elements."""
+OVERWRITE = {width: Kernel(_overwrite(width), WORTH_COMPILING >> 2) for width in (1, 2, 4, 8)}
+"""By element width: rows of int64 [num_slices, 6] with address and elements of a flat array, what to add to positions,
+addresses of positions (uint32) and of values, and how many -> the first slice that leaves its array, or -1."""
+CHANGED = {width: Kernel(_changed(width)) for width in (1, 2, 4, 8)}
+"""By bytes per element: (old [n], new [n], int32 [n]) -> count; positions that differ, n < 2^31."""
 ROUND_BF16 = Kernel(_round_bf16)
 """(fp32 bits uint32 [n], NaN bits, uint16 [n]); nearest even."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 import time
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,7 +24,7 @@ _POLL_SHARE = 0.05  # of the time waited so far, so that polling lengthens no wa
 
 
 class KeyValue(Protocol):
-    """A small shared map. Every method may be called from any thread and returns at once."""
+    """A small shared map. Every method may be called from any thread; all but `pause` return at once."""
 
     def set(self, key: str, value: bytes) -> None:
         """Set a value of at most a few MiB; visible to every rank when this returns."""
@@ -37,16 +38,29 @@ class KeyValue(Protocol):
         """Forget a key; one that is not there is no error."""
         ...
 
+    def pause(self, key: str, *, waited_s: float, left_s: float) -> None:
+        """Let time pass between two looks at a key that is not set yet.
+
+        Args:
+            key: that is waited for; the pause may end as soon as it is set.
+            waited_s: seconds that went by since the first look.
+            left_s: the longest that it may take, seconds.
+        """
+        ...
+
 
 class LocalKeyValue:
     """The map of a single process."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
+        self._is_set = threading.Condition()
 
     def set(self, key: str, value: bytes) -> None:
         """See `KeyValue.set`."""
-        self._values[key] = value
+        with self._is_set:
+            self._values[key] = value
+            self._is_set.notify_all()
 
     def get(self, key: str) -> bytes | None:
         """See `KeyValue.get`."""
@@ -55,6 +69,11 @@ class LocalKeyValue:
     def delete(self, key: str) -> None:
         """See `KeyValue.delete`."""
         self._values.pop(key, None)
+
+    def pause(self, key: str, *, waited_s: float, left_s: float) -> None:  # noqa: ARG002  needs no guess
+        """See `KeyValue.pause`. Ends when the key is set: no thread of this process looks in vain."""
+        with self._is_set:
+            self._is_set.wait_for(lambda: key in self._values, min(left_s, _LONGEST_POLL_S))
 
 
 class PrefixedKeyValue:
@@ -80,6 +99,10 @@ class PrefixedKeyValue:
     def delete(self, key: str) -> None:
         """See `KeyValue.delete`."""
         self._inner.delete(self._prefix + key)
+
+    def pause(self, key: str, *, waited_s: float, left_s: float) -> None:
+        """See `KeyValue.pause`."""
+        self._inner.pause(self._prefix + key, waited_s=waited_s, left_s=left_s)
 
 
 class TorchKeyValue:
@@ -114,6 +137,10 @@ class TorchKeyValue:
         """See `KeyValue.delete`."""
         with _unreachable("delete", key):
             self._store.delete_key(key)
+
+    def pause(self, key: str, *, waited_s: float, left_s: float) -> None:  # noqa: ARG002  cannot be woken
+        """See `KeyValue.pause`. Asleep: a wait inside torch's store would keep the connection from every other call."""
+        time.sleep(min(max(_FIRST_POLL_S, _POLL_SHARE * waited_s), _LONGEST_POLL_S, left_s))
 
 
 class _unreachable:  # noqa: N801 - reads as a phrase at the call
@@ -174,8 +201,7 @@ def await_value(
                 peer=peer,
                 timeout_s=timeout_s,
             )
-        pause_s = min(max(_FIRST_POLL_S, _POLL_SHARE * (now - started)), _LONGEST_POLL_S)
-        time.sleep(min(pause_s, left_s))
+        kv.pause(key, waited_s=now - started, left_s=left_s)
 
 
 def put_blob(kv: KeyValue, key: str, data: bytes) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,11 +27,13 @@ from torch_delta.receive.diskio import local_io
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch_delta.codec.change import Change
     from torch_delta.format.box import Box
     from torch_delta.format.schema import Schema
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # address space only, no promise of memory
 _HASH_BLOCK_BYTES = 8 << 20
+_MOST_VIEWS = 1024  # of one call, on every Linux
 
 
 class PatchSlice(NamedTuple):
@@ -142,7 +145,7 @@ class PatchWriter:
         for chunk in encode_part(header, frames, payloads, schema=schema):
             stands_for = names.get(id(chunk.obj)) if isinstance(chunk, memoryview) else None
             if stands_for is None:
-                self._write(chunk, at)
+                self._write([memoryview(chunk)], at)
             else:
                 ends.setdefault(stands_for, at)
             at += len(chunk)
@@ -155,21 +158,48 @@ class PatchWriter:
 
     def put(self, tensor: int, box: Box, index: Index | None, value: Bits) -> None:
         """Write the bits of one slice; `index` may be None where they are those of the whole box."""
+        for at, data in self._pieces(tensor, box, index, value):
+            self._write([data], at)
+
+    def put_all(self, changes: Iterable[Change]) -> None:
+        """The same for several changes; what lies side by side in the file is written in one go."""
+        pieces = [
+            piece for change in changes for piece in self._pieces(change.tensor, change.box, change.index, change.new)
+        ]
+        start, end = 0, -1
+        run: list[memoryview] = []
+        for at, data in sorted(pieces, key=itemgetter(0)):
+            if at != end:
+                self._write(run, start)
+                run, start = [], at
+            run.append(data)
+            end = at + len(data)
+        self._write(run, start)
+
+    def _pieces(self, tensor: int, box: Box, index: Index | None, value: Bits) -> Iterator[tuple[int, memoryview]]:
+        """Bytes of a slice, each with their place in the file."""
         slot = self._slots[tensor, box]
         assert value.nbytes == slot.value_bytes, "decoded to another number of elements"
         if slot.index_dtype is not None:
             if index is None:
                 index = np.arange(box.numel, dtype=slot.index_dtype)
-            self._write(as_bytes(index.astype(slot.index_dtype, copy=False)), slot.index_at)
-        self._write(as_bytes(value), slot.value_at)
+            yield slot.index_at, as_bytes(index.astype(slot.index_dtype, copy=False))
+        yield slot.value_at, as_bytes(value)
 
-    def _write(self, data: bytes | bytearray | memoryview, at: int) -> None:
+    def _write(self, views: list[memoryview], at: int) -> None:
+        """Write views one after the other; takes them out of the list."""
         assert self._fd is not None
-        view = memoryview(data)
-        while view:
+        while views:
             with local_io(self.path, "write a patch"):
-                written = os.pwrite(self._fd, view, at)
-            view, at = view[written:], at + written
+                written = os.pwritev(self._fd, views[:_MOST_VIEWS], at)
+            at += written
+            num_whole = 0
+            while num_whole < len(views) and len(views[num_whole]) <= written:
+                written -= len(views[num_whole])
+                num_whole += 1
+            del views[:num_whole]
+            if written:
+                views[0] = views[0][written:]
 
     def close(self) -> None:
         """The file is complete; the caller syncs it."""

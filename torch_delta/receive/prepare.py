@@ -168,8 +168,7 @@ def _decode(
     writer = PatchWriter(path, schema, commit.stream_id, commit.version, (f for part in parts for f in part.frames))
 
     def decode(piece: Piece) -> None:
-        for change in decode_frame(schema, piece.frame, piece.payload, weights.read, key=piece.key):
-            writer.put(change.tensor, change.box, change.index, change.new)
+        writer.put_all(decode_frame(schema, piece.frame, piece.payload, weights.read, key=piece.key))
 
     try:
         run_all(session.pool, decode, (piece for part in parts for piece in split(schema, part)))

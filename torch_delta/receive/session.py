@@ -45,6 +45,7 @@ logger = logging.getLogger("torch_delta")
 
 _PAGE_BYTES = 4096
 _FEWEST_FOR_THREADS = 1 << 16
+_SHARES_PER_THREAD = 2
 _LEAST_BUDGET_BYTES = 16 << 20
 
 
@@ -80,7 +81,8 @@ class Session:
     ) -> None:
         self.layout = layout
         self.timeout_s = timeout_s
-        self.pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="torch-delta-receive")
+        self._num_threads = min(4, os.cpu_count() or 1)
+        self.pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="torch-delta-receive")
         self._fsync = fsync
         self._states = states
         self._weights = weights
@@ -265,17 +267,17 @@ class Session:
         """Set the values of a patch in the weight files; the caller keeps readers out."""
         into = self.weights if weights is None else weights
 
-        def write_tensor(tensor: int) -> None:
-            for box, positions, value in patch[tensor]:
-                into.overwrite(tensor, box, positions, value)
-            reach("receive.tensor_written")
+        def write_tensors(tensors: Sequence[int]) -> None:
+            into.overwrite_all([(tensor, *found) for tensor in tensors for found in patch[tensor]])
+            for _ in tensors:
+                reach("receive.tensor_written")
 
         # Every page that is written faults once, in the kernel and without the GIL: threads share that.
         if patch.num_changed < _FEWEST_FOR_THREADS:
             for tensor in patch:
-                write_tensor(tensor)
+                write_tensors([tensor])
         else:
-            run_all(self.pool, write_tensor, patch)
+            run_all(self.pool, write_tensors, _shares(patch, _SHARES_PER_THREAD * self._num_threads))
 
     def _check_room(self, state: State, patch: Patch) -> None:
         """Writing to a cloned file takes blocks, and a mapped write that finds none kills the process."""
@@ -328,3 +330,18 @@ class Session:
         temporary = self.layout.state.with_suffix(".new")
         write_synced(temporary, [state.to_bytes()])
         replace_synced(temporary, self.layout.state)
+
+
+def _shares(patch: Patch, num_shares: int) -> list[list[int]]:
+    """The tensors of a patch in about so many groups that set about as many elements each."""
+    counts = {tensor: sum(found.value.size for found in patch[tensor]) for tensor in patch}
+    most = sum(counts.values()) // num_shares
+    shares: list[list[int]] = []
+    filled = most
+    for tensor, count in counts.items():
+        if filled >= most:
+            shares.append([])
+            filled = 0
+        shares[-1].append(tensor)
+        filled += count
+    return shares

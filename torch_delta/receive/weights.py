@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from torch_delta.codec.addresses import address
 from torch_delta.codec.bits import Bits, Index, bits_dtype
 from torch_delta.codec.digest import digest_array
 from torch_delta.codec.geometry import Layout
+from torch_delta.codec.kernels import OVERWRITE
 from torch_delta.errors import FormatError
 from torch_delta.receive.diskio import local_io, sync_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from types import TracebackType
 
     from torch_delta.format.box import Box
@@ -127,6 +129,32 @@ class Weights:
             # Always as int64: numpy casts other types in small buffers, at half the speed.
             flat[Layout.of(box, spec.shape).flat_index(index)] = value
 
+    def overwrite_all(self, slices: Sequence[tuple[int, Box, Index | None, Bits]]) -> None:
+        """`overwrite` of several slices, compiled where that pays; releases the GIL then.
+
+        Args:
+            slices: arguments of `overwrite` for each.
+        """
+        rows: dict[int, list[tuple[int, ...]]] = {}
+        scattered: dict[int, list[tuple[int, Box, Index | None, Bits]]] = {}
+        for item in slices:
+            tensor, box, index, value = item
+            layout = Layout.of(box, self.schema.tensors[tensor].shape) if value.size else None
+            if layout is None or len(layout.steps) > 1 or not _is_compact(self.flat(tensor), index, value):
+                self.overwrite(*item)
+                continue
+            assert index is not None
+            scattered.setdefault(value.itemsize, []).append(item)
+            rows.setdefault(value.itemsize, []).extend(
+                (address(flat), flat.size, layout.first, address(index), address(value), index.size)
+                for flat in self._flats[tensor]
+            )
+        for width, of_width in rows.items():
+            kernel = OVERWRITE[width].get(sum(row[-1] for row in of_width))
+            if kernel is None or kernel(np.array(of_width, np.int64)) >= 0:
+                for item in scattered[width]:  # the reference; an index outside its tensor raises here
+                    self.overwrite(*item)
+
     def digests(self, tensors: Iterable[int]) -> list[Digest]:
         """Digests of whole tensors from the bytes at rest; a full pass over them.
 
@@ -170,6 +198,19 @@ class Weights:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _is_compact(flat: Bits, index: Index | None, value: Bits) -> bool:
+    """Whether a kernel may read these arrays by their addresses."""
+    return (
+        index is not None
+        and index.dtype == np.uint32
+        and index.shape == value.shape == (value.size,)
+        and value.dtype == flat.dtype
+        and flat.flags.writeable
+        and index.flags.c_contiguous
+        and value.flags.c_contiguous
+    )
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -10,19 +10,22 @@ others are written in profile *fast*, whose positions are gaps without classes. 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torch_delta.codec.bits import bits_dtype
 from torch_delta.codec.change import Change
+from torch_delta.codec.digest import digest_many
 from torch_delta.codec.encodings.base import Packed as PackedFrame
+from torch_delta.codec.geometry import Layout
 from torch_delta.codec.packed.classes import exponent_of
 from torch_delta.codec.packed.emit import emit
 from torch_delta.codec.packed.gather import Expected, gather
 from torch_delta.codec.packed.locate import locate
 from torch_delta.codec.packed.pieces import local_index
-from torch_delta.codec.packed.reduced import Reduced, reduce_gaps
+from torch_delta.codec.packed.reduced import Flat, Reduced
 from torch_delta.codec.packed.streams import NAMES, SealedStreams, seal
 from torch_delta.errors import DigestMismatch
 from torch_delta.format.checks import broken
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torch_delta.codec.encodings.base import OldRegion
+    from torch_delta.codec.packed.gather import Run
     from torch_delta.format.frames import Frame
     from torch_delta.format.schema import Schema
 
@@ -55,7 +59,7 @@ class Packed:
 
     def pack(self, schema: Schema, changes: Sequence[Change], *, level: int) -> PackedFrame:
         """Memory is O(changed)."""
-        emitted = emit([_reduced(schema, change) for change in changes])
+        emitted = emit([_listed(schema, change) for change in changes])
         check = _base_check(schema, changes)
         pieces, stored = seal(check.to_bytes(), emitted.streams, level=level)
         blob = b"".join(pieces)
@@ -70,23 +74,15 @@ class Packed:
     def unpack(
         self, schema: Schema, frame: Frame, payload: Mapping[str, memoryview], old: OldRegion, *, key: str
     ) -> Iterator[Change]:
-        """Arrays are the changes' own."""
+        """Arrays are views of those of the whole frame."""
         blob = payload[self.name]
         if len(blob) <= DIGEST_BYTES:
             raise broken("E7", key, f"a packed frame begins with {DIGEST_BYTES} bytes of base check, got {len(blob)}")
         slices = [
             Expected(item.count, item.box.numel, bits_dtype(schema.tensors[item.tensor].dtype)) for item in frame.slices
         ]
-        changes: list[Change] = []
-        gathered = gather(SealedStreams(blob[DIGEST_BYTES:], key=key), slices, key=key)
-        for item, one in zip(frame.slices, gathered, strict=True):
-            region = np.ascontiguousarray(old(item)).reshape(-1)
-            index, before, new = locate(one, schema.tensors[item.tensor], region, key=key)
-            change = Change(
-                tensor=item.tensor, box=item.box, index=index, old=before, new=new, increment=item.increment
-            )
-            changes.append(change.with_digests(schema))
-            yield changes[-1]
+        runs = gather(SealedStreams(blob[DIGEST_BYTES:], key=key), slices, key=key)
+        changes = [change for run in runs for change in _changes(schema, run, frame, old, key)]
         check = _base_check(schema, changes)
         expected = Digest.from_bytes(bytes(blob[:DIGEST_BYTES]))
         if check != expected:
@@ -101,6 +97,27 @@ class Packed:
                 expected=expected.hex(),
                 got=check.hex(),
             )
+        yield from changes
+
+
+def _changes(schema: Schema, run: Run, frame: Frame, old: OldRegion, key: str) -> Iterator[Change]:
+    """The changes of a run of slices, with their digests."""
+    items = frame.slices[run.first : run.first + run.num_slices]
+    specs = [schema.tensors[item.tensor] for item in items]
+    located = locate(run, specs, [np.ascontiguousarray(old(item)).reshape(-1) for item in items], key=key)
+    layouts = [Layout.of(item.box, spec.shape) for item, spec in zip(items, specs, strict=True)]
+    digests = digest_many(layouts, run.starts, *located)
+    for item, of_item, (begin, end) in zip(items, digests, pairwise(run.starts.tolist()), strict=True):
+        index, before, new = located.part(begin, end)
+        yield Change(
+            tensor=item.tensor,
+            box=item.box,
+            index=index,
+            old=before,
+            new=new,
+            increment=item.increment,
+            digests=of_item,
+        )
 
 
 def _base_check(schema: Schema, changes: Sequence[Change]) -> Digest:
@@ -111,17 +128,16 @@ def _base_check(schema: Schema, changes: Sequence[Change]) -> Digest:
     return total
 
 
-def _reduced(schema: Schema, change: Change) -> Reduced:
-    """What the change carries, or its gaps."""
+def _listed(schema: Schema, change: Change) -> Reduced | Flat:
+    """What the change carries, or what its gaps are made of."""
     if change.reduced is not None:
         [reduced] = change.reduced
         return reduced
     assert change.old is not None
-    return reduce_gaps(
-        local_index(change.positions(), 0),
-        change.old,
-        change.new,
-        change.box.numel,
+    return Flat(
+        positions=local_index(change.positions(), 0),
+        old=change.old,
+        new=change.new,
+        numel=change.box.numel,
         sign_magnitude=exponent_of(schema.tensors[change.tensor].dtype).sign_magnitude,
-        start=0,
     )

@@ -10,7 +10,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from torch_delta.codec.packed.classes import NO_CLASSES, NUM_CLASSES
 from torch_delta.format.checks import broken
@@ -65,6 +68,13 @@ class SliceHead:
             ),
         )
 
+    @classmethod
+    def flat(cls, count: int, numel: int) -> SliceHead:
+        """The same for one class of `numel` elements."""
+        mode = _mode(count, numel)
+        populations = (numel if mode == MASK else 0,)
+        return cls(boundary=NO_CLASSES, counts=(count,), modes=(mode,), populations=populations)
+
     def to_bytes(self) -> bytes:
         """As varints."""
         numbers = [self.boundary + 1]
@@ -89,7 +99,20 @@ def _mode(count: int, population: int) -> int:
     return min(max((population // count >> _HIGH_PARTS_LOG2).bit_length() - 1, 0), PACKED_MAX_SHIFT)
 
 
-def parse_heads(data: memoryview, counts: Sequence[int], *, key: str) -> list[SliceHead]:
+class Heads(NamedTuple):
+    """What the head says of all slices of a frame.
+
+    Attributes:
+        boundaries: exponent at which the classes of each begin, or `NO_CLASSES`, int64 `[num_slices]`.
+        lists: per slice the changed elements, the mode and the population of each class, as in `SliceHead` and zero
+            where a slice has no such class, int64 `[num_slices, 3, NUM_CLASSES]`.
+    """
+
+    boundaries: npt.NDArray[np.int64]
+    lists: npt.NDArray[np.int64]
+
+
+def parse_heads(data: memoryview, counts: Sequence[int], *, key: str) -> Heads:
     """Parse the head of a frame (rule E8).
 
     Args:
@@ -101,19 +124,23 @@ def parse_heads(data: memoryview, counts: Sequence[int], *, key: str) -> list[Sl
         FormatError: rule E8 is broken, or P5 by a varint.
     """
     numbers = iter(decode_varints(data, key=key))
+    boundaries: list[int] = []
+    lists: list[tuple[list[int], list[int], list[int]]] = []
     try:
-        heads = [_parse_slice(numbers, count, key) for count in counts]
+        for count in counts:
+            boundaries.append(next(numbers) - 1)
+            lists.append(_parse_lists(numbers, 1 if boundaries[-1] == NO_CLASSES else NUM_CLASSES, count, key))
     except StopIteration:
         raise broken("E8", key, "the head of a packed frame ends inside a slice") from None
     if next(numbers, None) is not None:
         raise broken("E8", key, "the head of a packed frame goes on after its last slice")
-    return heads
+    return Heads(np.array(boundaries, np.int64), np.array(lists, np.int64))
 
 
-def _parse_slice(numbers: Iterator[int], count: int, key: str) -> SliceHead:
-    boundary = next(numbers) - 1
-    num_lists = 1 if boundary == NO_CLASSES else NUM_CLASSES
-    counts, modes, populations = [0] * num_lists, [0] * num_lists, [0] * num_lists
+def _parse_lists(
+    numbers: Iterator[int], num_lists: int, count: int, key: str
+) -> tuple[list[int], list[int], list[int]]:
+    counts, modes, populations = [0] * NUM_CLASSES, [0] * NUM_CLASSES, [0] * NUM_CLASSES
     left = count
     for number in range(num_lists):
         if not left:
@@ -132,4 +159,4 @@ def _parse_slice(numbers: Iterator[int], count: int, key: str) -> SliceHead:
             raise broken("E8", key, f"mode {mode} of a list; expected 0 to {PACKED_MAX_SHIFT} or {MASK}", got=mode)
         counts[number], modes[number] = here, mode
         left -= here
-    return SliceHead(boundary=boundary, counts=tuple(counts), modes=tuple(modes), populations=tuple(populations))
+    return counts, modes, populations

@@ -1,8 +1,9 @@
-"""Compiled twins of the loops of `packed` over whole boxes. See `torch_delta.codec.compiling` for when that happens.
+"""Compiled twin of the loop from positions to ranks, and what it shares with the way back (`kernels_locate.py`).
 
 Sixty-four elements at a time become eight masks, one for each class, with a bit for every element of it (`lanes.py`).
 How many elements of a class lie before a place is then a count of bits, and the place of the n-th of them a search for
-a bit: work per 64 elements and per changed element, none per element.
+a bit: work per 64 elements and per changed element, none per element. See `torch_delta.codec.compiling` for when that
+happens.
 """
 
 from __future__ import annotations
@@ -20,21 +21,14 @@ if TYPE_CHECKING:
     from torch_delta.codec.compiling import Build, Source
 
 _LANES = lanes.LANES
-_FAR = 1 << 40
 _WIDTHS = (1, 2, 4, 8)
 _U = np.uint64
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
-_PLACES = np.array(
-    [
-        [[place for place in range(8) if byte >> place & 1][rank : rank + 1] or [0] for rank in range(8)]
-        for byte in range(256)
-    ],
-    np.uint8,
-).reshape(-1)
-"""Entry 8 * byte + n: place of the n-th bit set in a byte, from 0."""
 
 
-def _ordered(numba: Any, kind: Any, num_bits: int) -> Callable[..., Any]:
+def make_ordered(numba: Any, kind: Any, num_bits: int) -> Callable[..., Any]:
+    """(bits, whether they are sign and magnitude) -> the same in the order of the values; see `steps.ordered`."""
+
     def ordered(bits, sign_magnitude):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         if not sign_magnitude:
             return bits
@@ -44,8 +38,8 @@ def _ordered(numba: Any, kind: Any, num_bits: int) -> Callable[..., Any]:
     return compiled
 
 
-def _class_masks(numba: Any, kind: Any) -> Callable[..., Any]:
-    """Writes the masks of the eight classes of up to 64 elements."""
+def make_class_masks(numba: Any, kind: Any) -> Callable[..., Any]:
+    """(region, start, magnitude, shift, boundary, scratch, masks): the masks of the classes of up to 64 elements."""
     planes = lanes.class_planes(numba)
 
     def class_masks(region, start, magnitude, shift, boundary, padded, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0917
@@ -72,26 +66,7 @@ def _class_masks(numba: Any, kind: Any) -> Callable[..., Any]:
     return compiled
 
 
-def _select(numba: Any) -> Callable[..., Any]:
-    """Place of the n-th bit set in a mask that has more than n, from 0: its byte by sums over bytes, then a table."""
-    popcount = lanes.popcount(numba)
-
-    def select(mask, rank):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        sums = mask - ((mask >> _U(1)) & _U(0x5555555555555555))
-        sums = (sums & _U(0x3333333333333333)) + ((sums >> _U(2)) & _U(0x3333333333333333))
-        sums = ((sums + (sums >> _U(4))) & _U(0x0F0F0F0F0F0F0F0F)) * _U(0x0101010101010101)
-        tops = _U(0x8080808080808080)
-        passed = ((_U(rank) * _U(0x0101010101010101) | tops) - sums) & tops
-        shift = _U(8 * popcount(passed))
-        before = ((sums << _U(8)) >> shift) & _U(255)
-        byte = (mask >> shift) & _U(255)
-        return shift + _U(_PLACES[(byte << _U(3)) + _U(rank) - before])
-
-    compiled: Callable[..., Any] = numba.njit(select, nogil=True)
-    return compiled
-
-
-def _types(numba: Any, width: int) -> tuple[Any, Any, Any, Any]:
+def array_types(numba: Any, width: int) -> tuple[Any, Any, Any, Any]:
     """A read-only array and a written one of elements of `width` bytes; counts; positions."""
     types = numba.types
     name = f"uint{8 * width}"
@@ -103,7 +78,7 @@ def _rank(width: int) -> Build:
     kind: Any = getattr(np, f"uint{8 * width}")
 
     def build(numba: Any) -> Source:
-        class_masks, ordered = _class_masks(numba, kind), _ordered(numba, kind, 8 * width)
+        class_masks, ordered = make_class_masks(numba, kind), make_ordered(numba, kind, 8 * width)
         popcount = lanes.popcount(numba)
 
         def rank(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917
@@ -160,7 +135,7 @@ def _rank(width: int) -> Build:
                 populations[c] = unchanged[c] + counts[c]
 
         types = numba.types
-        read, written, ints, positions = _types(numba, width)
+        read, written, ints, positions = array_types(numba, width)
         signature = types.void(
             read,
             view(numba, "uint32"),
@@ -181,124 +156,6 @@ def _rank(width: int) -> Build:
     return build
 
 
-def _locate(width: int) -> Build:
-    kind: Any = getattr(np, f"uint{8 * width}")
-
-    def build(numba: Any) -> Source:
-        class_masks, ordered = _class_masks(numba, kind), _ordered(numba, kind, 8 * width)
-        popcount, lowest, select = lanes.popcount(numba), lanes.lowest(numba), _select(numba)
-
-        def locate(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917
-            region,  # noqa: ANN001
-            classes,  # noqa: ANN001
-            boundary,  # noqa: ANN001
-            shift,  # noqa: ANN001
-            magnitude,  # noqa: ANN001
-            sign_magnitude,  # noqa: ANN001
-            counts,  # noqa: ANN001
-            gaps,  # noqa: ANN001
-            steps,  # noqa: ANN001
-            index,  # noqa: ANN001
-            old,  # noqa: ANN001
-            new,  # noqa: ANN001
-            populations,  # noqa: ANN001
-        ):
-            mask, below, first = kind(magnitude), kind(shift), kind(boundary)
-            masks, padded = np.empty(8, np.uint64), np.zeros(_LANES, kind)
-            left = np.full(8, _FAR, np.int64)  # elements of the class before its next changed one, from here on
-            slot = np.empty(8, np.int64)  # of the next gap
-            done_of = np.empty(8, np.int64)  # of the next step
-            ends = np.empty(8, np.int64)
-            total = np.int64(0)
-            for c in range(8):
-                populations[c] = 0
-                slot[c] = done_of[c] = total
-                total += counts[c]
-                ends[c] = total
-                if slot[c] < ends[c]:
-                    left[c] = np.int64(gaps[_U(slot[c])])
-            done = np.int64(0)
-            for start in range(0, region.size, _LANES):
-                class_masks(region, start, mask, below, first, padded, masks)
-                hit = _U(0)
-                for c in range(8):
-                    of_class = masks[c]
-                    here = popcount(of_class)
-                    populations[c] += here
-                    rank = left[c]
-                    while rank < here:
-                        hit |= _U(1) << select(of_class, rank)
-                        w = slot[c] + 1
-                        slot[c] = w
-                        rank += 1 + (np.int64(gaps[_U(w)]) if w < ends[c] else _FAR)
-                    left[c] = rank - here
-                while hit:
-                    i = start + lowest(hit)
-                    hit &= hit - _U(1)
-                    bits = region[_U(i)]
-                    own = np.int64(classes[(bits & mask) >> below])
-                    w = done_of[own]
-                    done_of[own] = w + 1
-                    index[_U(done)] = np.uint32(i)
-                    old[_U(done)] = bits
-                    new[_U(done)] = ordered(kind(ordered(bits, sign_magnitude) + steps[_U(w)]), sign_magnitude)
-                    done += 1
-            return done
-
-        types = numba.types
-        read, written, ints, positions = _types(numba, width)
-        signature = types.int64(
-            read,
-            view(numba, "uint8"),
-            types.int64,
-            types.int64,
-            types.uint64,
-            types.boolean,
-            view(numba, "int64"),
-            view(numba, "uint32"),
-            read,
-            positions,
-            written,
-            written,
-            ints,
-        )
-        return locate, [signature]
-
-    return build
-
-
-def _locate_flat(width: int) -> Build:
-    kind: Any = getattr(np, f"uint{8 * width}")
-
-    def build(numba: Any) -> Source:
-        ordered = _ordered(numba, kind, 8 * width)
-
-        def locate_flat(region, sign_magnitude, gaps, steps, index, old, new):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0917
-            at = np.int64(-1)
-            for i in range(gaps.size):
-                at += np.int64(gaps[i]) + 1
-                if at >= region.size:
-                    return np.int64(i)
-                bits = region[_U(at)]
-                index[i] = np.uint32(at)
-                old[i] = bits
-                new[i] = ordered(kind(ordered(bits, sign_magnitude) + steps[i]), sign_magnitude)
-            return np.int64(gaps.size)
-
-        read, written, _, positions = _types(numba, width)
-        types = numba.types
-        signature = types.int64(read, types.boolean, view(numba, "uint32"), read, positions, written, written)
-        return locate_flat, [signature]
-
-    return build
-
-
 RANK = {width: Kernel(_rank(width)) for width in _WIDTHS}
 """By element width: (region, index uint32, old, new, classes, boundary, shift, magnitude, sign_magnitude) -> gaps
 uint32, steps, counts and populations int64 [8], which are passed behind the inputs."""
-LOCATE = {width: Kernel(_locate(width)) for width in _WIDTHS}
-"""By element width: (region, classes, boundary, shift, magnitude, sign_magnitude, counts, gaps, steps) -> index uint32,
-old, new, populations, passed behind the inputs; returns how many elements were found."""
-LOCATE_FLAT = {width: Kernel(_locate_flat(width), 1 << 20) for width in _WIDTHS}
-"""By element width, for one class: (region, sign_magnitude, gaps, steps) -> index uint32, old, new, passed behind the
-inputs; returns how many elements were found. Compiled after a million changed elements."""

@@ -9,7 +9,7 @@ background. `Reduced` has the same form in both profiles: *small* has `NUM_CLASS
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -101,23 +101,35 @@ def reduce_change(  # noqa: PLR0917 - the fields of a Change, and the region
     return tuple(found)
 
 
-def reduce_gaps(
-    index: npt.NDArray[np.uint32], old: Bits, new: Bits, numel: int, *, sign_magnitude: bool, start: int
-) -> Reduced:
-    """Reduce one piece for profile *fast*: one class, and so nothing of the region is needed.
+class Flat(NamedTuple):
+    """The changes of one piece for profile *fast*: one class, so that nothing of its region is needed.
 
-    Args:
-        index: positions in the piece, strictly increasing.
+    Attributes:
+        positions: in the piece, strictly increasing, uint32 `[count]`.
         old: bits before, `[count]`.
         new: bits after, `[count]`.
         numel: elements of the piece.
         sign_magnitude: see `Exponent`.
-        start: of the piece.
+    """
+
+    positions: npt.NDArray[np.uint32]
+    old: Bits
+    new: Bits
+    numel: int
+    sign_magnitude: bool
+
+
+def reduce_gaps(flat: Flat, *, start: int = 0) -> Reduced:
+    """The same with gaps and steps written out.
+
+    Args:
+        flat: the changes.
+        start: of the piece in its box.
     """
     first = np.zeros((2, NUM_CLASSES), np.int64)
-    first[:, 0] = index.size, numel
-    gaps = index.copy()
-    gaps[1:] -= index[:-1]
+    first[:, 0] = flat.positions.size, flat.numel
+    gaps = flat.positions.copy()
+    gaps[1:] -= flat.positions[:-1]
     gaps[1:] -= np.uint32(1)
     return Reduced(
         start=start,
@@ -125,7 +137,7 @@ def reduce_gaps(
         counts=first[0],
         populations=first[1],
         gaps=gaps,
-        steps=steps(old, new, sign_magnitude=sign_magnitude),
+        steps=steps(flat.old, flat.new, sign_magnitude=flat.sign_magnitude),
     )
 
 
@@ -144,7 +156,7 @@ def reduce_piece(
     """
     boundary = choose_boundary(exponent, region, old)
     if boundary == NO_CLASSES:
-        return reduce_gaps(index, old, new, region.size, sign_magnitude=exponent.sign_magnitude, start=start)
+        return reduce_gaps(Flat(index, old, new, region.size, exponent.sign_magnitude), start=start)
     kernel = kernels.RANK[region.itemsize].get(region.size)
     if kernel is None:
         return _reduce_numpy(exponent, boundary, index, old, new, region, start)
