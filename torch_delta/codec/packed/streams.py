@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import zstandard
 
-from torch_delta.codec.zstd import compressor, frame_bytes
+from torch_delta.codec.zstd import frame_bytes, number_compressor
 from torch_delta.format.checks import broken
 from torch_delta.format.table import encode_varint
 
@@ -46,7 +46,7 @@ def seal(check: bytes, streams: Mapping[str, bytes | memoryview], *, level: int)
         size = len(raw)
         data = bytes(raw)
         is_small = name not in _NOT_COMPRESSED and size >= _FEWEST_COMPRESSED_BYTES
-        packed = compressor(level).compress(raw) if is_small else data
+        packed = number_compressor(level).compress(raw) if is_small else data
         is_packed = len(packed) < size
         directory.append(encode_varint(2 * size + is_packed))
         if is_packed:
