@@ -285,6 +285,6 @@ def _emit(width: int) -> Build:
 EMIT = {width: Kernel(_emit(width), WORTH_COMPILING) for width in _WIDTHS}
 """By element width: (sources, lists, the eight streams, cursors), for consecutive slices of a frame.
 
-`sources` [num_slices, 4] are rows (`REDUCED`, addresses of gaps and of steps, anything) or (`SIGN_MAGNITUDE` or `UNSIGNED`,
+`sources` [num_slices, 4] are rows (`REDUCED`, addresses of gaps and steps, unused) or (`SIGN_MAGNITUDE` or `UNSIGNED`,
 addresses of positions, old and new bits). `lists` [num_slices, 3, num_classes] holds counts, modes and populations (0
 where the mode is no mask), and `cursors` [num_slices + 1, 8] begins with those before the first slice."""
