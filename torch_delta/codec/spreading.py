@@ -12,7 +12,7 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 WORTH_A_THREAD: Final = 1 << 18
-"""Cost of what is handed over at once: about a millisecond of work on changed elements. Two threads that meet at the
+"""Cost of what is handed over at once: some two milliseconds of encoding changed elements. Two threads that meet at the
 interpreter's lock after every few microseconds are slower than one."""
 
 
